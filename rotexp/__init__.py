@@ -1,0 +1,1 @@
+"""rotexp trains the rotations that let a large language model be quantized, sharded and measured."""

@@ -1,0 +1,165 @@
+"""The texts a run calibrates and evaluates on: CPython's own prose, the user's files, or WikiText-2."""
+
+import ast
+import hashlib
+import importlib
+import inspect
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Tests and vendored or generated code: their docstrings are labels, tables or copies rather than prose.
+EXCLUDED_FOLDERS = frozenset(
+    {
+        "__pycache__",
+        "dist-packages",
+        "encodings",
+        "ensurepip",
+        "idlelib",
+        "lib2to3",
+        "pydoc_data",
+        "site-packages",
+        "test",
+        "tests",
+        "turtledemo",
+    }
+)
+# One document in ten is held out.
+EVALUATION_SHARE = 10
+# Shorter repeated paragraphs ("Example:", "pass") belong to the flow of the text around them.
+REPEATED_PARAGRAPH_LENGTH = 80
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Two disjoint texts: `calibration` is trained on, `evaluation` only measured on."""
+
+    calibration: str
+    evaluation: str
+
+
+def text_digest(text: str) -> str:
+    """The first 16 hexadecimal digits of the text's SHA-256, by which a reported figure names its text."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+
+
+def read_text(path: Path, *, key: str) -> str:
+    """The contents of a UTF-8 text file.
+
+    Args:
+        path: the file to read.
+        key: the configuration key that named the file, for the error message.
+
+    Raises:
+        ValueError: the file is missing, a directory, unreadable, not UTF-8, or blank.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{key}={path}: no such file; give the path of an existing UTF-8 text file") from None
+    except IsADirectoryError:
+        raise ValueError(f"{key}={path}: is a directory; give the path of one UTF-8 text file inside it") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{key}={path}: is not UTF-8 (byte {error.start}); convert it, e.g. with `iconv -t UTF-8`"
+        ) from None
+    except OSError as error:
+        raise ValueError(
+            f"{key}={path}: cannot be read ({error.strerror}); check the path and its permissions"
+        ) from None
+    if not text.strip():
+        raise ValueError(f"{key}={path}: is empty; give a file that contains text")
+    return text
+
+
+def builtin_corpus() -> Corpus:
+    """English technical prose that CPython carries: `pydoc_data.topics` and the standard library's docstrings.
+
+    One topic or one module is one document. The hash of its name decides its side, so documents keep their side across
+    Python versions. Paragraphs already seen, calibration first, are dropped: evaluation repeats none of calibration.
+    """
+    documents = {**_topic_documents(), **_module_documents()}
+    calibration = {name: text for name, text in documents.items() if not _is_held_out(name)}
+    evaluation = {name: text for name, text in documents.items() if _is_held_out(name)}
+    seen: set[str] = set()
+    return Corpus(
+        calibration=_join_unseen(calibration.values(), seen=seen),
+        evaluation=_join_unseen(evaluation.values(), seen=seen),
+    )
+
+
+def wikitext2_corpus(*, path: str, revision: str | None) -> Corpus:
+    """WikiText-2 (raw): the train split to calibrate on, the test split to evaluate on.
+
+    Args:
+        path: a dataset's name on the hub, or a local folder that holds the configuration `wikitext-2-raw-v1`.
+        revision: branch, tag or commit of the hub's repository; None takes its default branch.
+
+    Raises:
+        ValueError: the `datasets` library is not installed, or the dataset cannot be fetched or read.
+    """
+    remedy = "or use your own files with `data=text data.calibration=FILE data.evaluation=FILE`"
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(f"data=wikitext2 needs `datasets`: `pip install 'rotexp[hub]'`, {remedy}") from None
+    try:
+        splits = load_dataset(path, "wikitext-2-raw-v1", revision=revision)
+        calibration, evaluation = ("".join(splits[split]["text"]) for split in ("train", "test"))
+    except Exception as error:  # the hub client raises errors of many unrelated libraries
+        cause = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"data.path={path} (revision {revision}): cannot load WikiText-2 ({type(error).__name__}: {cause}); "
+            f"check the path and the network, install `pip install 'rotexp[hub]'`, {remedy}"
+        ) from error
+    return Corpus(calibration=calibration, evaluation=evaluation)
+
+
+def _topic_documents() -> dict[str, str]:
+    """The language reference behind `help()`, by topic."""
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return {f"topic:{name}": inspect.cleandoc(topics[name]) for name in sorted(topics)}
+
+
+def _module_documents() -> dict[str, str]:
+    """The docstrings of each standard-library module, by dotted module name; an exact repetition is dropped."""
+    root = Path(sysconfig.get_path("stdlib"))
+    documents: dict[str, str] = {}
+    seen: set[str] = set()
+    for file in sorted(root.rglob("*.py")):
+        relative = file.relative_to(root)
+        if EXCLUDED_FOLDERS.isdisjoint(relative.parts):
+            docstrings = [text for text in dict.fromkeys(_docstrings(file)) if text not in seen]
+            seen.update(docstrings)
+            documents[f"module:{'.'.join(relative.with_suffix('').parts)}"] = "\n\n".join(docstrings)
+    return {name: text for name, text in documents.items() if text}
+
+
+def _docstrings(file: Path) -> Iterator[str]:
+    """The cleaned docstrings of a source file: module, classes and functions; none if it cannot be read or parsed."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node, clean=True)
+            if docstring:
+                yield docstring
+
+
+def _is_held_out(name: str) -> bool:
+    """Whether the document of this name belongs to the evaluation split."""
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:8], "big") % EVALUATION_SHARE == 0
+
+
+def _join_unseen(documents: Iterable[str], *, seen: set[str]) -> str:
+    """The documents as one text, without the long paragraphs in `seen`, to which the new ones are added."""
+    kept: list[str] = []
+    for document in documents:
+        for paragraph in document.split("\n\n"):
+            if len(paragraph) < REPEATED_PARAGRAPH_LENGTH or paragraph not in seen:
+                kept.append(paragraph)
+                seen.add(paragraph)
+    return "\n\n".join(kept) + "\n"

@@ -1,0 +1,236 @@
+"""One run on one rank: load, shard, prepare, baseline, train, merge, evaluate, save."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from torch import Tensor
+
+from rotexp.config import Config, RotationInit, config_digest, to_plain
+from rotexp.inputs import Inputs
+from rotexp.metrics.quality import Quality, evaluate
+from rotexp.metrics.rotations import rotation_metrics
+from rotexp.models.arch import find_spec
+from rotexp.models.load import build_model
+from rotexp.models.materialize import materialize
+from rotexp.rotation.file import save_rotations
+from rotexp.rotation.invariance import check_invariance, trace
+from rotexp.rotation.merge import bake_online, merge
+from rotexp.rotation.norms import fold_norms
+from rotexp.rotation.placement import RotatedModel, place
+from rotexp.sharding.communication import Communication
+from rotexp.sharding.strategies import shard
+from rotexp.tracking.console import TrainingProgress, results_table
+from rotexp.tracking.files import write_summary
+from rotexp.tracking.phases import Phases
+from rotexp.tracking.summary import train_summary, versions
+from rotexp.tracking.tracker import open_trackers
+from rotexp.training.coordinator import Coordinator, Divergence
+from rotexp.training.loop import TrainResult, train
+
+PROOF_TOKENS = 64
+"""Tokens of the first calibration block that the invariance proof runs on."""
+
+
+class Experiment:
+    """The phases of one run, in their order, and what they leave for its summary."""
+
+    def __init__(self, config: Config, inputs: Inputs, folder: Path, *, accelerator: Accelerator) -> None:
+        self.config = config
+        self.inputs = inputs
+        self.folder = folder
+        self.accelerator = accelerator
+        self.device: torch.device = accelerator.device
+        self.communication = Communication(
+            rank=accelerator.process_index, world_size=accelerator.num_processes, device=self.device
+        )
+        self.console = Console(quiet=not accelerator.is_main_process)
+        self.tracker = open_trackers(
+            config, folder, plain_config=to_plain(config), rank=accelerator.process_index
+        )
+        self.step = 0
+        self.phases = Phases(device=self.device, communication=self.communication, log=self.log)
+        self.summary: dict[str, Any] = {"status": "running", "error": None}
+        self.divergence = Divergence(0.0, ())
+        self.evaluation: dict[str, Any] = {"protocol": inputs.protocol}
+
+    def run(self) -> None:
+        """Run every phase; on rank 0 print the table and write the summary.
+
+        Raises:
+            PhaseError: a phase failed; trackers are closed as failed.
+        """
+        with ExitStack() as on_failure:
+            on_failure.callback(lambda: self.tracker.finish(self.summary, exit_code=1))
+            with self.phases("load"):
+                model = self.load()
+            with self.phases("shard"):
+                self.shard(model)
+            with self.phases("prepare"):
+                self.prepare(model)
+            with self.phases("baseline"):
+                self.measure_baseline(model)
+            with self.phases("train"):
+                result = self.train(model)
+                self.divergence = Coordinator(model.bank, self.communication).divergence()
+            rotations = model.bank.snapshot()
+            with self.phases("merge"):
+                merge(model)
+            with self.phases("evaluate"):
+                self.measure_result(model)
+            with self.phases("save"):
+                self.save(model, rotations)
+            on_failure.pop_all()
+        self.finish(result, rotations)
+
+    def log(self, row: dict[str, float]) -> None:
+        """Record metrics at the present step."""
+        self.tracker.log(row, step=self.step)
+
+    def load(self) -> RotatedModel:
+        """Build the model's structure, without memory, with rotations and quantizers in place."""
+        checkpoint, config = self.inputs.checkpoint, self.config
+        network = build_model(checkpoint, dtype=getattr(torch, config.model.dtype.name))
+        if config.train.gradient_checkpointing:
+            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        spec = find_spec(checkpoint.config.model_type)
+        return place(network, spec, config.rotation, config.quant, seed=config.seed)
+
+    def shard(self, model: RotatedModel) -> None:
+        """Split the parameters over the ranks, read the weights, give every rank the same rotations."""
+        effective = shard(
+            model.network,
+            self.config.sharding,
+            units=model.units,
+            ignored=set(model.bank.parameters()),
+            device_type=self.device.type,
+            world_size=self.communication.world_size,
+        )
+        materialize(model.network, self.inputs.checkpoint, device=self.device)
+        Coordinator(model.bank, self.communication).broadcast()
+        self.summary["sharding"] = {"strategy": self.config.sharding.strategy.name, "effective": asdict(effective)}
+        self.console.print(f"{self.config.sharding.strategy.name}: {effective.line()}", highlight=False)
+
+    def prepare(self, model: RotatedModel) -> None:
+        """Fold norms, bake online transforms, and prove that the float model is what it was."""
+        tokens = torch.from_numpy(self.inputs.calibration[:1, :PROOF_TOKENS]).to(self.device)
+        original = trace(model, tokens, rotate=False)
+        fold_norms(model.network, model.spec)
+        bake_online(model)
+        prepared = trace(model, tokens, rotate=True)
+        dtype = getattr(torch, self.config.model.dtype.name)
+        error = check_invariance(original, prepared, layers=model.spec.layers, dtype=dtype)
+        self.log({"eval/invariance": error})
+        self.console.print(f"invariance: relative logit error {error:.1e}", highlight=False)
+
+    def measure_baseline(self, model: RotatedModel) -> None:
+        """Measure the model as it is: float, quantized without rotation, quantized with random Hadamard rotations."""
+        with model.mode.set(rotate=False, quantize=True):
+            quantized, reference = self.evaluate(model)
+        self.record("float", reference)
+        self.record("quantized", quantized)
+        if len(model.bank) or model.online:
+            start = model.starts(RotationInit.hadamard, seed=self.config.seed)
+            with model.bank.holding(start), model.mode.set(rotate=True, quantize=True):
+                self.record("hadamard", self.evaluate(model)[0])
+
+    def train(self, model: RotatedModel) -> TrainResult:
+        """Train the rotations, if there is anything to train."""
+        steps = self.config.train.steps
+        if not steps or not any(matrix.requires_grad for matrix in model.bank.parameters()):
+            return TrainResult()
+        with TrainingProgress(self.console, steps=steps) as progress:
+
+            def log(step: int, row: dict[str, float]) -> None:
+                self.step = step
+                memory = {f"memory/{figure}": value for figure, value in self.phases.spread().items()}
+                self.log(row | memory)
+                progress.show(step, row)
+
+            return train(
+                model,
+                self.inputs.calibration,
+                self.config,
+                accelerator=self.accelerator,
+                communication=self.communication,
+                log=log,
+            )
+
+    def measure_result(self, model: RotatedModel) -> None:
+        """Measure the merged model."""
+        with model.mode.set(rotate=True, quantize=True):
+            self.record("trained", self.evaluate(model)[0])
+
+    def evaluate(self, model: RotatedModel) -> tuple[Quality, Quality]:
+        """Measure the model in its present mode, and the float model, on the held-out windows."""
+        model.refresh_quantizers()
+
+        def reference(token_ids: Tensor) -> Tensor:
+            with model.mode.set(rotate=False, quantize=False):
+                return model.logits(token_ids)
+
+        return evaluate(
+            model.logits,
+            reference,
+            self.inputs.evaluation,
+            batch=self.config.evaluation.micro_batch_size,
+            device=self.device,
+            rank=self.communication.rank,
+            world_size=self.communication.world_size,
+            collect=self.communication.reduce_,
+        )
+
+    def record(self, row: str, quality: Quality) -> None:
+        """Keep a variant's figures for the summary, and log them."""
+        self.evaluation[row] = asdict(quality)
+        self.log({f"eval/{row}/{figure}": value for figure, value in asdict(quality).items()})
+
+    def save(self, model: RotatedModel, rotations: dict[str, Tensor]) -> None:
+        """Write the rotations, on rank 0."""
+        if self.accelerator.is_main_process:
+            save_rotations(
+                self.folder / "rotations.safetensors",
+                rotations,
+                placements=model.placements,
+                online=model.online,
+                facts={
+                    "seed": self.config.seed,
+                    "config_digest": config_digest(self.config),
+                    "model": self.inputs.checkpoint.identity,
+                },
+            )
+
+    def finish(self, result: TrainResult, rotations: dict[str, Tensor]) -> None:
+        """Complete the summary, close the trackers, print what the run found."""
+        drift = rotation_metrics(rotations, rotations)
+        self.summary |= {
+            "status": "done",
+            "world_size": self.communication.world_size,
+            "train": train_summary(result, self.evaluation),
+            "evaluation": self.evaluation,
+            "memory": self.phases.memory,
+            "throughput": {"tokens_per_s": self.tokens_per_step * len(result.losses) / max(result.seconds, 1e-9)},
+            "time": self.phases.seconds,
+            "replica": {"max_abs_diff": self.divergence.max_abs_diff},
+            "rotation": {key.split("/")[1]: drift[key] for key in drift if "orthogonality" in key},
+            "sync": {"mode": self.config.sync_mode.mode.name},
+            "versions": versions(),
+            "config_digest": config_digest(self.config),
+        }
+        self.tracker.finish(self.summary, exit_code=0)
+        if self.accelerator.is_main_process:
+            write_summary(self.folder, self.summary)
+            title = f"{self.inputs.checkpoint.identity}, quant={self.config.quant.name}, rotation={self.config.rotation.name}"
+            self.console.print(results_table(self.evaluation, title=title))
+            self.console.print(f"run folder: {self.folder}", highlight=False, soft_wrap=True)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Training tokens of one step over all ranks."""
+        return self.config.data.global_batch_size * self.config.data.sequence_length

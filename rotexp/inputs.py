@@ -1,0 +1,101 @@
+"""What a run reads, opened and checked once, before any rank starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rotexp.config import Config, DataConfig, DataSource
+from rotexp.data.blocks import BlockSampler, TokenBlocks, cut
+from rotexp.data.corpora import Corpus, builtin_corpus, read_text, text_digest, wikitext2_corpus
+from rotexp.models.arch import find_spec
+from rotexp.models.checkpoint import Checkpoint
+from rotexp.models.load import build_model, load_tokenizer, open_checkpoint
+from rotexp.rotation.placement import place
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Checked inputs, picklable for the ranks.
+
+    Attributes:
+        calibration: token ids (blocks, data.sequence_length).
+        evaluation: token ids (windows, evaluation.window).
+        protocol: how held-out figures are made: digests, window, stride, tokens scored.
+    """
+
+    checkpoint: Checkpoint
+    calibration: TokenBlocks
+    evaluation: TokenBlocks
+    protocol: dict[str, Any]
+
+
+def read_corpus(data: DataConfig) -> Corpus:
+    """Read calibration and evaluation text.
+
+    Raises:
+        ValueError: a file is missing or unreadable, or the hub did not give the data set.
+    """
+    match data.source:
+        case DataSource.builtin:
+            return builtin_corpus()
+        case DataSource.wikitext2:
+            return wikitext2_corpus(path=data.path or "Salesforce/wikitext", revision=data.revision)
+        case DataSource.text:
+            return Corpus(
+                *(read_text(Path(str(getattr(data, name))), key=f"data.{name}") for name in ("calibration", "evaluation"))
+            )
+
+
+def open_inputs(config: Config) -> Inputs:
+    """Open the text and the model, and try every placement on the empty model.
+
+    Raises:
+        ValueError: anything about the request that cannot work; nothing was loaded or started then.
+    """
+    corpus = read_corpus(config.data)
+    checkpoint = open_checkpoint(config.model, seed=config.seed)
+    _check_lengths(config, checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
+    calibration = cut(
+        corpus.calibration, tokenizer, length=config.data.sequence_length, key=f"data.calibration ({config.data.name})"
+    )
+    evaluation = cut(
+        corpus.evaluation, tokenizer, length=config.evaluation.window, key=f"data.evaluation ({config.data.name})"
+    )[: config.evaluation.max_windows]
+    _check_placement(config, checkpoint)
+    BlockSampler(len(calibration), global_batch_size=config.data.global_batch_size, steps=0, seed=0)
+    return Inputs(checkpoint, calibration, evaluation, _protocol(config, corpus, evaluation))
+
+
+def _check_lengths(config: Config, checkpoint: Checkpoint) -> None:
+    longest = checkpoint.config.max_position_embeddings
+    for key, length in (
+        ("data.sequence_length", config.data.sequence_length),
+        ("evaluation.window", config.evaluation.window),
+    ):
+        if length > longest:
+            raise ValueError(f"{key}={length}: {checkpoint.identity} has {longest} positions; shorten it to at most that")
+
+
+def _check_placement(config: Config, checkpoint: Checkpoint) -> None:
+    """Refuse orders without a Hadamard matrix and group sizes that do not divide, before weights are read."""
+    import torch
+
+    model = build_model(checkpoint, dtype=torch.float32)
+    rotated = place(model, find_spec(checkpoint.config.model_type), config.rotation, config.quant, seed=config.seed)
+    rotated.check_widths()
+
+
+def _protocol(config: Config, corpus: Corpus, evaluation: TokenBlocks) -> dict[str, Any]:
+    windows, window = evaluation.shape
+    return {
+        "data": config.data.name,
+        "text_digest": text_digest(corpus.evaluation),
+        "calibration_digest": text_digest(corpus.calibration),
+        "window": window,
+        "stride": window,
+        "windows": windows,
+        "tokens_scored": windows * (window - 1),
+    }

@@ -1,0 +1,71 @@
+"""What every rank does before and after its experiment: threads, log, process group."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
+
+from rotexp.config import Config
+from rotexp.experiment import Experiment
+from rotexp.inputs import Inputs
+from rotexp.training.loop import micro_batch_size
+
+
+def run_rank(config: Config, inputs: Inputs, folder: Path) -> None:
+    """Run the experiment as the rank that the environment says this process is.
+
+    Raises:
+        PhaseError: a phase failed.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    _log_to(folder / f"rank-{rank}.log", quiet=rank > 0)
+    torch.set_num_threads(config.launch.threads or max(1, (os.cpu_count() or 1) // world_size))
+    torch.manual_seed(config.seed)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    accelerator = _accelerator(config, world_size=world_size)
+    try:
+        Experiment(config, inputs, folder, accelerator=accelerator).run()
+    except Exception:
+        logging.getLogger(__name__).exception("the run failed")
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _accelerator(config: Config, *, world_size: int) -> Accelerator:
+    accumulation = config.data.global_batch_size // world_size // micro_batch_size(config, world_size=world_size)
+    return Accelerator(
+        cpu=not torch.cuda.is_available(),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
+        dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=config.launch.timeout_minutes))],
+    )
+
+
+def _log_to(path: Path, *, quiet: bool) -> None:
+    """Send this rank's log records to its file; on ranks above 0 the standard streams too."""
+    handlers: list[logging.Handler] = [logging.FileHandler(path)]
+    if quiet:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(descriptor, stream.fileno())
+    else:
+        warnings = logging.StreamHandler()
+        warnings.setLevel(logging.WARNING)
+        handlers.append(warnings)
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True, format="%(asctime)s %(name)s %(message)s")

@@ -1,0 +1,1 @@
+"""Measurements: what every figure is called and means, and how it is taken."""

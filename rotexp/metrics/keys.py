@@ -1,0 +1,76 @@
+"""The name, unit and meaning of every metric, and how W&B summarizes it: the only place that defines them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One logged series; `name` may hold `<phase>` or `<row>` for a part that varies."""
+
+    name: str
+    unit: str
+    meaning: str
+    summary: str = "last"
+
+
+def _memory(prefix: str, when: str) -> list[Metric]:
+    figures = {
+        "peak_rss_gib": "peak resident set of a rank's process",
+        "peak_allocated_gib": "peak of what the accelerator's allocator handed out",
+        "peak_reserved_gib": "peak of what the accelerator's allocator held",
+    }
+    return [
+        Metric(f"memory/{prefix}{figure}_{side}", "GiB", f"{meaning} {when}, {side} over ranks", "max")
+        for figure, meaning in figures.items()
+        for side in ("max", "min")
+    ]
+
+
+METRICS = (
+    Metric("train/loss", "nats", "objective on the global batch, before the step", "min"),
+    Metric("train/lr", "radians or length", "learning rate of the step"),
+    Metric("train/tokens", "tokens", "tokens trained on so far, over all ranks"),
+    Metric("grad_norm/total", "", "Euclidean norm of all gradients, before clipping", "max"),
+    Metric("grad_norm/rotations", "", "Euclidean norm of the rotations' gradients, before clipping", "max"),
+    Metric("grad_norm/weights", "", "Euclidean norm of all other gradients, before clipping", "max"),
+    Metric("rotation/orthogonality_rrt_max", "", "largest |R Rᵀ − I| over rotations (drift)", "max"),
+    Metric("rotation/orthogonality_rtr_max", "", "largest |Rᵀ R − I| over rotations (drift)", "max"),
+    Metric("rotation/distance_from_init", "", "largest ‖R − R₀‖ / √n over rotations, Frobenius", "max"),
+    Metric("replica/max_abs_diff", "", "largest difference of the same rotation between ranks", "max"),
+    Metric("replica/num_divergent", "rotations", "rotations that differ between ranks", "max"),
+    *_memory("", "since the phase began"),
+    *_memory("<phase>/", "in that phase"),
+    Metric("throughput/tokens_per_s", "tokens/s", "training tokens a second over all ranks", "mean"),
+    Metric("throughput/tokens_per_s_per_device", "tokens/s", "the same divided by the ranks", "mean"),
+    Metric("time/step_s", "s", "one optimizer step, data to update", "mean"),
+    Metric("time/data_s", "s", "waiting for data within the step", "mean"),
+    Metric("time/sync_s", "s", "waiting at the unshard guard within the step", "mean"),
+    Metric("time/<phase>_s", "s", "a whole phase on rank 0"),
+    Metric("comm/num_collectives", "collectives", "collectives rotexp issued within the step (FSDP's own not counted)"),
+    Metric("comm/bytes", "bytes", "bytes a rank gave to those collectives"),
+    Metric("sync/num_unshards", "unshards", "pending all-gathers the guard saw within the step (off: none installed)"),
+    Metric("sync/num_barriers", "barriers", "host waits of the guard within the step"),
+    Metric("eval/<row>/perplexity", "", "exp of the mean next-token loss on held-out windows", "min"),
+    Metric("eval/<row>/kl", "nats", "mean KL divergence from the float model's distribution", "min"),
+    Metric("eval/<row>/top1_agreement", "", "share of tokens whose most likely token is the float model's", "max"),
+    Metric("eval/invariance", "", "relative logit error of the prepared float model", "max"),
+)
+
+
+def wandb_pattern(metric: Metric) -> str:
+    """Return the metric's name with `*` for its varying part, as `wandb.define_metric` takes it."""
+    return re.sub(r"<\w+>.*", "*", metric.name)
+
+
+_NAMES = re.compile("|".join(re.sub(r"<\w+>", r"\\w+", metric.name) for metric in METRICS))
+
+
+def check_keys(keys: Iterable[str]) -> None:
+    """Raise KeyError for a metric that is not defined here."""
+    unknown = [key for key in keys if not _NAMES.fullmatch(key)]
+    if unknown:
+        raise KeyError(f"metrics {unknown} are not defined in rotexp.metrics.keys")

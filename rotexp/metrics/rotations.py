@@ -1,0 +1,35 @@
+"""How far rotations are from orthogonal, and from where they started."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rotexp.optim.stiefel import orthogonality_error
+
+
+@torch.no_grad()
+def rotation_metrics(rotations: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the largest orthogonality errors and the largest distance from the start over all rotations.
+
+    Args:
+        rotations, start: (n, n) each, under the same names.
+    """
+    shapes: dict[torch.Size, list[str]] = defaultdict(list)
+    for name, matrix in rotations.items():
+        shapes[matrix.shape].append(name)
+    rows = []
+    for shape, names in shapes.items():
+        now = torch.stack([rotations[name] for name in names])
+        moved = now - torch.stack([start[name] for name in names])
+        figures = (*orthogonality_error(now), torch.linalg.matrix_norm(moved) / shape[0] ** 0.5)
+        rows.append(torch.stack([figure.max().double() for figure in figures]))
+    rrt, rtr, distance = torch.stack(rows).amax(0).tolist() if rows else (0.0, 0.0, 0.0)
+    return {
+        "rotation/orthogonality_rrt_max": rrt,
+        "rotation/orthogonality_rtr_max": rtr,
+        "rotation/distance_from_init": distance,
+    }

@@ -1,0 +1,1 @@
+"""Models: which families are supported, where their weights come from, how they are built."""

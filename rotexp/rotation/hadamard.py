@@ -1,0 +1,294 @@
+"""Hadamard and random orthogonal matrices of the orders that models use, and the fast Hadamard transform."""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache, reduce
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from rotexp.rotation.galois import galois_field, prime_power
+
+# What one more pass over the activations costs, in multiply-adds per element. Measured in float32 on one CPU core for
+# orders 1536 to 65536: two passes of 64 and 128 cost what three passes of 16, 16 and 32 cost.
+_PASS_COST = 128
+
+
+def hadamard(order: int) -> Tensor:
+    """Construct a Hadamard matrix as the Kronecker product of Sylvester and Paley matrices.
+
+    Args:
+        order: 1, 2 or a multiple of 4 for which `is_constructible` holds.
+
+    Returns:
+        matrix: (order, order) int8 on the CPU, entries 1 and -1, with `matrix @ matrix.T == order * identity` exactly
+            (in a type that holds `order`). It belongs to the caller.
+
+    Raises:
+        ValueError: if the order cannot be constructed.
+    """
+    return reduce(torch.kron, [_direct_matrix(factor) for factor in hadamard_factors(order)])
+
+
+def hadamard_factors(order: int) -> tuple[int, ...]:
+    """Split an order into the orders of the Kronecker factors that make the transform cheapest.
+
+    Args:
+        order: 1, 2 or a multiple of 4 for which `is_constructible` holds.
+
+    Returns:
+        Ascending orders whose product is `order`, each of one Sylvester or Paley matrix.
+
+    Raises:
+        ValueError: if the order cannot be constructed. The message gives the reason and what to do instead.
+    """
+    factors = _cheapest_factors(order)
+    if factors is None:
+        raise ValueError(_refusal(order))
+    return factors
+
+
+def is_constructible(order: int) -> bool:
+    """Tell whether `hadamard` can construct this order; false for every order below 1."""
+    return _cheapest_factors(order) is not None
+
+
+def random_hadamard(order: int, *, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw `diag(signs) @ hadamard(order) / sqrt(order)` with independent random signs.
+
+    Args:
+        order: 1, 2 or a multiple of 4 for which `is_constructible` holds.
+        generator: a CPU generator; it alone decides the signs.
+        dtype: a floating-point type.
+
+    Returns:
+        matrix: (order, order) `dtype` on the CPU, orthogonal up to the rounding of its entries.
+
+    Raises:
+        ValueError: if the order cannot be constructed.
+    """
+    matrix = hadamard(order).to(dtype)
+    signs = 1 - 2 * torch.randint(2, (order, 1), generator=generator, device="cpu")
+    return matrix.mul_((signs.double() / math.sqrt(order)).to(dtype))
+
+
+def random_orthogonal(order: int, *, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw an orthogonal matrix uniformly (from the Haar measure), by QR of a Gaussian matrix in float64.
+
+    The signs of R's diagonal are moved into Q, without which Q is not uniform (Mezzadri, "How to generate random
+    matrices from the classical compact groups", Notices of the AMS 54, 2007, section 5). The last bits depend on the
+    number of threads that LAPACK uses: draw on one rank and broadcast.
+
+    Args:
+        order: any positive order.
+        generator: a CPU generator; it alone decides the matrix.
+        dtype: a floating-point type, to which the float64 result is rounded.
+
+    Returns:
+        matrix: (order, order) `dtype` on the CPU, contiguous.
+
+    Raises:
+        ValueError: if the order is below 1.
+    """
+    if order < 1:
+        raise ValueError(f"order {order} is not positive: an orthogonal matrix needs an order of 1 or more")
+    gaussian = torch.randn(order, order, generator=generator, dtype=torch.float64, device="cpu")
+    orthogonal: Tensor
+    triangular: Tensor
+    orthogonal, triangular = torch.linalg.qr(gaussian)
+    signs = torch.ones(order, dtype=torch.float64, device="cpu").copysign(triangular.diagonal())
+    return (orthogonal * signs).to(dtype).contiguous()
+
+
+@dataclass(frozen=True)
+class HadamardTransform:
+    """The orthonormal Hadamard transform of the last dimension, `x @ hadamard(order) / sqrt(order)`.
+
+    It multiplies by one Kronecker factor at a time: sum(factors) multiply-adds per element in place of `order`. It is
+    differentiable, and saves nothing of x for the backward. It holds no tensors, so it copies and pickles freely.
+
+    Attributes:
+        order: 1, 2 or a multiple of 4 for which `is_constructible` holds.
+        factors: what `hadamard_factors` makes of it; not an argument.
+
+    Raises:
+        ValueError: if the order cannot be constructed.
+    """
+
+    order: int
+    factors: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factors", hadamard_factors(self.order))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Transform x.
+
+        Args:
+            x: (..., order), floating point, on any device.
+
+        Returns:
+            transformed: (..., order), the dtype and device of x, also under autocast.
+
+        Raises:
+            ValueError: if the last dimension of x is not `order`.
+        """
+        return self._transform(x, transpose=False)
+
+    def inverse(self, x: Tensor) -> Tensor:
+        """Undo the transform: `x @ (hadamard(order) / sqrt(order)).T`, with shapes and errors as in the call."""
+        return self._transform(x, transpose=True)
+
+    def matrix(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the transform as a dense matrix: (order, order) `dtype` on the CPU, the caller's own."""
+        return hadamard(self.order).to(dtype).mul_(1 / math.sqrt(self.order))
+
+    def _transform(self, x: Tensor, *, transpose: bool) -> Tensor:
+        if x.dim() == 0 or x.shape[-1] != self.order:
+            raise ValueError(f"x of shape {tuple(x.shape)} does not fit a Hadamard transform of order {self.order}")
+        with _without_autocast(x.device.type):
+            matrices = [_scaled_matrix(factor, dtype=x.dtype, device=x.device) for factor in self.factors]
+            if transpose:
+                matrices = [matrix.T for matrix in matrices]
+            return _multiply_kronecker(x, matrices=matrices, scale=_remaining_scale(self.factors))
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    available = torch.amp.is_autocast_available(device_type)  # not on the meta device
+    return torch.autocast(device_type, enabled=False) if available else nullcontext()
+
+
+def _multiply_kronecker(x: Tensor, *, matrices: list[Tensor], scale: float) -> Tensor:
+    """Multiply the rows of x by `scale` times the Kronecker product of square matrices, the last matrix first."""
+    inner = matrices[-1].shape[0]
+    # addmm applies the scale inside the product, which spares a pass over x and one rounding; beta=0 ignores the zero.
+    product = torch.addmm(x.new_zeros(()), x.reshape(-1, inner), matrices[-1], beta=0, alpha=scale)
+    for matrix in reversed(matrices[:-1]):
+        product = matrix.T @ product.reshape(-1, matrix.shape[0], inner)
+        inner *= matrix.shape[0]
+    return product.reshape(x.shape)
+
+
+def _remaining_scale(factors: tuple[int, ...]) -> float:
+    """What is left of 1 / sqrt(order) after the powers of two that `_scaled_matrix` holds."""
+    return 2.0 ** sum(map(_half_exponent, factors)) / math.sqrt(math.prod(factors))
+
+
+def _half_exponent(factor: int) -> int:
+    return (factor.bit_length() - 1) // 2
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _scaled_matrix(factor: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Let torch.compile take the cached factor as a constant; it would trace through `lru_cache` itself."""
+    return _cached_scaled_matrix(factor, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=64)
+def _cached_scaled_matrix(factor: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Keep one factor per dtype and device, never to be handed out or written to.
+
+    Its scale is a power of two, so that every dtype holds it exactly; `_remaining_scale` is the rest.
+    """
+    with torch.inference_mode(False):  # a tensor created in inference mode could not serve a later backward
+        scaled = _direct_matrix(factor).to(torch.float64) * 2.0 ** -_half_exponent(factor)
+        return scaled.to(device=device, dtype=dtype)
+
+
+@lru_cache(maxsize=65536)
+def _cheapest_factors(order: int) -> tuple[int, ...] | None:
+    """Choose among all products of direct orders the one with the least cost, then the fewest factors."""
+    if _is_direct(order) and order <= _PASS_COST:
+        return (order,)
+    if order < 1 or order % 4:
+        return None
+    candidates: list[tuple[int, ...]] = [(order,)] if _is_direct(order) else []
+    for factor in _divisors(order):
+        rest = _cheapest_factors(order // factor) if 1 < factor < order and _is_direct(factor) else None
+        if rest is not None:
+            candidates.append(tuple(sorted((factor, *rest))))
+    return min(candidates, key=_cost, default=None)
+
+
+def _cost(factors: tuple[int, ...]) -> tuple[int, int]:
+    return sum(factors) + _PASS_COST * len(factors), len(factors)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def _is_direct(order: int) -> bool:
+    return _is_sylvester(order) or _is_first_paley(order) or _is_second_paley(order)
+
+
+def _is_sylvester(order: int) -> bool:
+    return order > 0 and order & (order - 1) == 0
+
+
+def _is_first_paley(order: int) -> bool:
+    return order % 4 == 0 and prime_power(order - 1) is not None
+
+
+def _is_second_paley(order: int) -> bool:
+    return order % 4 == 0 and order // 2 % 4 == 2 and prime_power(order // 2 - 1) is not None
+
+
+def _direct_matrix(order: int) -> Tensor:
+    if _is_sylvester(order):
+        return _sylvester_matrix(order)
+    return _first_paley_matrix(order) if _is_first_paley(order) else _second_paley_matrix(order)
+
+
+def _sylvester_matrix(order: int) -> Tensor:
+    """Double [[1]] until it has the order: H becomes [[H, H], [H, -H]] (Sylvester 1867)."""
+    matrix = _signs([[1]])
+    while matrix.shape[0] < order:
+        matrix = torch.kron(_signs([[1, 1], [1, -1]]), matrix)
+    return matrix
+
+
+def _first_paley_matrix(order: int) -> Tensor:
+    """Add the identity to the skew-symmetric conference matrix of the same order (Paley 1933, lemma 2)."""
+    conference = _conference_matrix(order)
+    conference[1:, 0] = -1
+    return conference + torch.eye(order, dtype=torch.int8, device="cpu")
+
+
+def _second_paley_matrix(order: int) -> Tensor:
+    """Put 2 × 2 blocks into the symmetric conference matrix of half the order (Paley 1933, lemma 3)."""
+    identity = torch.eye(order // 2, dtype=torch.int8, device="cpu")
+    off_diagonal = torch.kron(_conference_matrix(order // 2), _signs([[1, 1], [1, -1]]))
+    return off_diagonal + torch.kron(identity, _signs([[1, -1], [-1, -1]]))
+
+
+def _conference_matrix(order: int) -> Tensor:
+    """Border the differences' quadratic characters in the field of `order - 1` elements with ones."""
+    galois = galois_field(order - 1)
+    character = galois.quadratic_character()
+    elements = torch.arange(galois.order, device="cpu")
+    conference = torch.ones(order, order, dtype=torch.int8, device="cpu")
+    conference[0, 0] = 0
+    for row, element in enumerate(elements, start=1):
+        conference[row, 1:] = character[galois.subtract(element, elements)]
+    return conference
+
+
+def _signs(rows: list[list[int]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int8, device="cpu")
+
+
+def _refusal(order: int) -> str:
+    if order < 1:
+        return f"no Hadamard matrix of order {order} exists: the order must be positive"
+    reason = f"no construction known here for order {order}"
+    if order % 4:
+        reason = f"no Hadamard matrix of order {order} exists: the order must be 1, 2 or a multiple of 4"
+    below = next(near for near in count(order - 1, -1) if is_constructible(near))
+    above = next(near for near in count(order + 1) if is_constructible(near))
+    block = max(divisor for divisor in _divisors(order) if is_constructible(divisor))
+    blocks = f", or a Hadamard matrix on each block of {block}" if block > 1 else ""
+    return f"{reason}; the nearest orders are {below} and {above}; or use random_orthogonal({order}){blocks}"

@@ -1,0 +1,77 @@
+"""The proof that preparation changed nothing: with quantization off, the rotated model's logits equal the original's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotexp.rotation.norms import decoder_layers
+from rotexp.rotation.placement import RotatedModel
+
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
+"""Largest relative logit error by the weights' dtype; the coarse ones leave room for rounding of folded weights."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a model computed: logits (batch, tokens, vocabulary) and each layer's output (batch, tokens, hidden)."""
+
+    logits: Tensor
+    layers: list[Tensor]
+
+
+@torch.no_grad()
+def trace(model: RotatedModel, token_ids: Tensor, *, rotate: bool) -> Trace:
+    """Run the model without quantization; a rotated residual stream is rotated back.
+
+    Args:
+        token_ids: (batch, tokens).
+    """
+    with model.mode.set(rotate=rotate, quantize=False), _layer_outputs(model) as outputs:
+        logits: Tensor = model.network(token_ids, use_cache=False).logits.float()
+    residual = model.bank["R1"] if rotate and "R1" in model.bank else None
+    return Trace(logits, [output if residual is None else output @ residual.mT for output in outputs])
+
+
+@contextmanager
+def _layer_outputs(model: RotatedModel) -> Iterator[list[Tensor]]:
+    outputs: list[Tensor] = []
+
+    def keep(_module: object, _inputs: object, output: Any) -> None:
+        outputs.append((output[0] if isinstance(output, tuple) else output).float())
+
+    hooks = [layer.register_forward_hook(keep) for layer in decoder_layers(model.network, model.spec)]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def relative_error(original: Tensor, changed: Tensor) -> float:
+    """Return max|changed − original| / max|original|."""
+    return float((changed - original).abs().max() / original.abs().max())
+
+
+def check_invariance(original: Trace, prepared: Trace, *, layers: str, dtype: torch.dtype) -> float:
+    """Return the relative logit error of the prepared model.
+
+    Raises:
+        ArithmeticError: it exceeds the limit; the message names the worst layer and the first that exceeds it.
+    """
+    error, limit = relative_error(original.logits, prepared.logits), LIMITS[dtype]
+    if error <= limit:
+        return error
+    errors = [relative_error(*pair) for pair in zip(original.layers, prepared.layers, strict=True)]
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    first = next((index for index, value in enumerate(errors) if not value <= limit), None)
+    where = "every layer is within it, so look at the head" if first is None else f"first exceeded in {layers}.{first}"
+    raise ArithmeticError(
+        f"invariance: rotating changed the float model's logits by {error:.1e} relative (limit {limit:.0e}); "
+        f"worst layer {layers}.{worst} ({errors[worst]:.1e}); {where}"
+    )

@@ -1,0 +1,62 @@
+"""The phases of a run: each named, timed, its memory measured; a failure carries its phase's name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rotexp.metrics.memory import peaks, reset_peaks
+from rotexp.sharding.communication import Communication
+
+
+class PhaseError(Exception):
+    """A failure inside a phase; its cause is the failure itself."""
+
+    def __init__(self, phase: str, error: BaseException) -> None:
+        super().__init__(f"phase {phase}: {type(error).__name__}: {error}")
+        self.phase = phase
+
+
+class Phases:
+    """Runs phases and collects seconds and peak memory (maximum and minimum over ranks, GiB) of each."""
+
+    def __init__(
+        self, *, device: torch.device, communication: Communication, log: Callable[[dict[str, float]], None]
+    ) -> None:
+        self._device = device
+        self._communication = communication
+        self._log = log
+        self.memory: dict[str, dict[str, float]] = {}
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Run the block as the phase `name`.
+
+        Raises:
+            PhaseError: the block failed.
+        """
+        reset_peaks(self._device)
+        began = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            raise PhaseError(name, error) from error
+        self.seconds[name] = time.perf_counter() - began
+        self.memory[name] = self.spread()
+        memory = {f"memory/{name}/{figure}": value for figure, value in self.memory[name].items()}
+        self._log({f"time/{name}_s": self.seconds[name], **memory})
+
+    def spread(self) -> dict[str, float]:
+        """Return the peaks since the present phase began, `_max` and `_min` over ranks (a collective)."""
+        figures = peaks(self._device)
+        values = torch.tensor(list(figures.values()), dtype=torch.float64, device=self._device)
+        largest = self._communication.reduce_(torch.stack([values, -values]), "max")
+        return {
+            f"{name}_{side}": value
+            for side, row in (("max", largest[0]), ("min", -largest[1]))
+            for name, value in zip(figures, row.tolist(), strict=True)
+        }

@@ -1,0 +1,35 @@
+"""Parts of `summary.json`."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from rotexp.training.loop import TrainResult
+
+PACKAGES = ("rotexp", "torch", "transformers", "accelerate", "hydra-core", "wandb", "safetensors")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide a run's figures."""
+    return {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
+
+
+def train_summary(result: TrainResult, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what training did; losses in nats, the best step counted from 1.
+
+    `improved` compares held-out perplexity with that of random Hadamard rotations; null where there is none to compare.
+    """
+    losses = result.losses
+    hadamard = evaluation.get("hadamard")
+    improved = hadamard and evaluation["trained"]["perplexity"] < hadamard["perplexity"]
+    return {
+        "steps": len(losses),
+        "loss_start": losses[0] if losses else None,
+        "loss_end": losses[-1] if losses else None,
+        "best_step": 1 + min(range(len(losses)), key=losses.__getitem__) if losses else None,
+        "improved": improved,
+        "seconds": result.seconds,
+    }

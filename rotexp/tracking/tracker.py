@@ -1,0 +1,51 @@
+"""Where metrics go: the protocol of a tracker, and the one that feeds all others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rotexp.config import Config, TrackerKind, WandbMode
+from rotexp.metrics.keys import check_keys
+from rotexp.tracking.files import MetricsFile
+
+
+class Tracker(Protocol):
+    """Takes the metrics of a run."""
+
+    def log(self, row: Mapping[str, float], *, step: int) -> None:
+        """Record the metrics of a step; steps never decrease."""
+
+    def finish(self, summary: Mapping[str, Any], *, exit_code: int) -> None:
+        """End the run with its end state."""
+
+
+class Trackers:
+    """Feeds several trackers, after checking that every metric is a defined one."""
+
+    def __init__(self, trackers: list[Tracker]) -> None:
+        self._trackers = trackers
+
+    def log(self, row: Mapping[str, float], *, step: int) -> None:
+        """Record the metrics of a step."""
+        check_keys(row)
+        for tracker in self._trackers:
+            tracker.log(row, step=step)
+
+    def finish(self, summary: Mapping[str, Any], *, exit_code: int) -> None:
+        """End the run."""
+        for tracker in self._trackers:
+            tracker.finish(summary, exit_code=exit_code)
+
+
+def open_trackers(config: Config, folder: Path, *, plain_config: Mapping[str, Any], rank: int) -> Trackers:
+    """Open the trackers a config asks for, on rank 0; on other ranks nothing is recorded."""
+    if rank:
+        return Trackers([])
+    trackers: list[Tracker] = [MetricsFile(folder)]
+    if config.tracker.kind is TrackerKind.wandb and config.tracker.mode is not WandbMode.disabled:
+        from rotexp.tracking.wandb import WandbMirror
+
+        trackers.append(WandbMirror(config.tracker, folder, plain_config=plain_config))
+    return Trackers(trackers)
