@@ -23,7 +23,7 @@ WRONG_REQUEST = 2
 
 
 def run_command(job: Callable[[DictConfig], int]) -> None:
-    """Compose the configuration from the command line, run the job, and exit with its code (of several, the highest)."""
+    """Compose the configuration from the command line, run the job, exit with its code (of several, the highest)."""
     codes = [0]
 
     def run(composed: DictConfig) -> None:

@@ -14,7 +14,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from rotexp.optim.options import CayleySGDOptions
@@ -280,13 +279,16 @@ COMPONENTS: dict[str, dict[str, Any]] = {
 ALLOWED_TARGETS = ("rotexp.optim.", "rotexp.training.objectives.")
 """Prefixes of what `_target_` may name."""
 
+HYDRA_OVERRIDES = [{"override hydra/job_logging": "disabled"}, {"override hydra/hydra_logging": "disabled"}]
+"""What every primary config must say for itself: Hydra writes no log files of its own."""
+
 MINIMUM_WORLD = {Strategy.no_shard: 1, Strategy.full: 2}
 """The smallest world in which a strategy is not trivial."""
 
 
 def writable(schema: Any) -> DictConfig:
     """Return the structured config of a frozen dataclass, without the read-only flag OmegaConf gives those."""
-    config = OmegaConf.structured(schema)
+    config: DictConfig = OmegaConf.structured(schema)
     pending = [config]
     while pending:
         node = pending.pop()
@@ -313,8 +315,10 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def _absolute_files(data: DataConfig) -> DataConfig:
-    files = {name: getattr(data, name) for name in ("calibration", "evaluation")}
-    return dataclasses.replace(data, **{name: str(Path(file).resolve()) for name, file in files.items() if file})
+    def absolute(file: str | None) -> str | None:
+        return str(Path(file).resolve()) if file else None
+
+    return dataclasses.replace(data, calibration=absolute(data.calibration), evaluation=absolute(data.evaluation))
 
 
 def to_plain(config: Config) -> dict[str, Any]:
@@ -327,11 +331,8 @@ def to_plain(config: Config) -> dict[str, Any]:
 def resolved_yaml(config: Config) -> str:
     """Return YAML that runs again: `python -m rotexp.train --config-dir DIR --config-name config.resolved`."""
     schemas = [{f"schema/{group}@{group}": getattr(config, group).name} for group in COMPONENTS]
-    header = ["schema", *schemas, "_self_", "hydra_settings", *HYDRA_OVERRIDES]
-    return yaml.safe_dump({"defaults": header, **to_plain(config)}, sort_keys=False)
-
-
-HYDRA_OVERRIDES = [{"override hydra/job_logging": "disabled"}, {"override hydra/hydra_logging": "disabled"}]
+    header = ["hydra_settings", "schema", *schemas, "_self_", *HYDRA_OVERRIDES]
+    return OmegaConf.to_yaml(OmegaConf.create({"defaults": header, **to_plain(config)}))
 
 
 def config_digest(config: Config) -> str:

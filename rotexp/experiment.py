@@ -51,9 +51,7 @@ class Experiment:
             rank=accelerator.process_index, world_size=accelerator.num_processes, device=self.device
         )
         self.console = Console(quiet=not accelerator.is_main_process)
-        self.tracker = open_trackers(
-            config, folder, plain_config=to_plain(config), rank=accelerator.process_index
-        )
+        self.tracker = open_trackers(config, folder, plain_config=to_plain(config), rank=accelerator.process_index)
         self.step = 0
         self.phases = Phases(device=self.device, communication=self.communication, log=self.log)
         self.summary: dict[str, Any] = {"status": "running", "error": None}
@@ -226,7 +224,8 @@ class Experiment:
         self.tracker.finish(self.summary, exit_code=0)
         if self.accelerator.is_main_process:
             write_summary(self.folder, self.summary)
-            title = f"{self.inputs.checkpoint.identity}, quant={self.config.quant.name}, rotation={self.config.rotation.name}"
+            quant, rotation = self.config.quant.name, self.config.rotation.name
+            title = f"{self.inputs.checkpoint.identity}, quant={quant}, rotation={rotation}"
             self.console.print(results_table(self.evaluation, title=title))
             self.console.print(f"run folder: {self.folder}", highlight=False, soft_wrap=True)
 

@@ -44,7 +44,10 @@ def read_corpus(data: DataConfig) -> Corpus:
             return wikitext2_corpus(path=data.path or "Salesforce/wikitext", revision=data.revision)
         case DataSource.text:
             return Corpus(
-                *(read_text(Path(str(getattr(data, name))), key=f"data.{name}") for name in ("calibration", "evaluation"))
+                *(
+                    read_text(Path(str(getattr(data, name))), key=f"data.{name}")
+                    for name in ("calibration", "evaluation")
+                )
             )
 
 
@@ -76,7 +79,9 @@ def _check_lengths(config: Config, checkpoint: Checkpoint) -> None:
         ("evaluation.window", config.evaluation.window),
     ):
         if length > longest:
-            raise ValueError(f"{key}={length}: {checkpoint.identity} has {longest} positions; shorten it to at most that")
+            raise ValueError(
+                f"{key}={length}: {checkpoint.identity} has {longest} positions; shorten it to at most that"
+            )
 
 
 def _check_placement(config: Config, checkpoint: Checkpoint) -> None:

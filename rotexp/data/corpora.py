@@ -92,6 +92,8 @@ def builtin_corpus() -> Corpus:
 def wikitext2_corpus(*, path: str, revision: str | None) -> Corpus:
     """WikiText-2 (raw): the train split to calibrate on, the test split to evaluate on.
 
+    Rows are joined by a blank line, as in the published GPTQ and SpinQuant evaluations, so that figures compare.
+
     Args:
         path: a dataset's name on the hub, or a local folder that holds the configuration `wikitext-2-raw-v1`.
         revision: branch, tag or commit of the hub's repository; None takes its default branch.
@@ -106,7 +108,7 @@ def wikitext2_corpus(*, path: str, revision: str | None) -> Corpus:
         raise ValueError(f"data=wikitext2 needs `datasets`: `pip install 'rotexp[hub]'`, {remedy}") from None
     try:
         splits = load_dataset(path, "wikitext-2-raw-v1", revision=revision)
-        calibration, evaluation = ("".join(splits[split]["text"]) for split in ("train", "test"))
+        calibration, evaluation = ("\n\n".join(splits[split]["text"]) for split in ("train", "test"))
     except Exception as error:  # the hub client raises errors of many unrelated libraries
         cause = " ".join(str(error).split())[:200]
         raise ValueError(

@@ -37,7 +37,7 @@ def start(config: Config, folder: Path) -> int:
 
 
 def choose_world_size(config: Config) -> int:
-    """Return the number of ranks: as asked, or every accelerator, or the smallest in which the sharding does something."""
+    """Return the ranks asked for, or one an accelerator, or the smallest world in which the sharding does something."""
     launch = config.launch
     if launch.kind is LaunchKind.inline:
         return 1

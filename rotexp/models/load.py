@@ -23,14 +23,25 @@ from rotexp.models.checkpoint import (
     safetensors_files,
 )
 
-RANDOM_SIZES: dict[str, dict[str, int]] = {
-    "nano": {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "heads": 4, "kv_heads": 2},
-    "135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "heads": 9, "kv_heads": 3},
-    "360m": {"hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32, "heads": 15, "kv_heads": 5},
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "heads": 32, "kv_heads": 8},
-    "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "heads": 24, "kv_heads": 8},
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "heads": 32, "kv_heads": 8},
-    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "heads": 64, "kv_heads": 8},
+
+def _shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+RANDOM_SIZES = {
+    "nano": _shape(48, 80, 2, 4, 2),
+    "135m": _shape(576, 1536, 30, 9, 3),
+    "360m": _shape(960, 2560, 32, 15, 5),
+    "1b": _shape(2048, 8192, 16, 32, 8),
+    "3b": _shape(3072, 8192, 28, 24, 8),
+    "8b": _shape(4096, 14336, 32, 32, 8),
+    "70b": _shape(8192, 28672, 80, 64, 8),
 }
 """Shapes of `model=random_llama`, those of SmolLM2 (135m, 360m) and Llama 3 (1b to 70b)."""
 
@@ -74,7 +85,8 @@ def build_model(checkpoint: Checkpoint, *, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
-        model: Any = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype, trust_remote_code=False)
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(checkpoint.config, dtype=dtype, trust_remote_code=False)
     spec = find_spec(checkpoint.config.model_type)
     head = model.get_submodule(spec.head)
     if head.weight is model.get_submodule(spec.embedding).weight:
@@ -87,8 +99,8 @@ def build_model(checkpoint: Checkpoint, *, dtype: torch.dtype) -> nn.Module:
 def _describe(config: Any, weights: Weights, *, identity: str, tokenizer: str, revision: str | None) -> Checkpoint:
     spec = find_spec(config.model_type)
     unbuilt = Checkpoint(identity, config, weights, tokenizer, revision)
-    expected = {name: tuple(tensor.shape) for name, tensor in build_model(unbuilt, dtype=torch.float32).named_parameters()}
-    stored = weights.shapes()
+    model, stored = build_model(unbuilt, dtype=torch.float32), weights.shapes()
+    expected = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     head, embedding = f"{spec.head}.weight", f"{spec.embedding}.weight"
     aliases = {head: embedding} if config.tie_word_embeddings and head not in stored else {}
     check_names(
@@ -116,7 +128,7 @@ def _open_hub_or_folder(model: ModelConfig) -> Checkpoint:
     if folder.is_dir():
         return _open_folder(folder, identity=model.path, revision=model.revision)
     if folder.exists():
-        raise ValueError(f"model.path={model.path}: is a file; name a folder or a hub id (model.source=gguf for a GGUF file)")
+        raise ValueError(f"model.path={model.path}: is a file; name a folder or a hub id")
     return _open_folder(_download(model.path, model.revision), identity=model.path, revision=model.revision)
 
 
@@ -157,16 +169,8 @@ def _packaged_gguf(model: ModelConfig) -> Path:
 def _open_random(model: ModelConfig, *, seed: int) -> Checkpoint:
     from transformers import LlamaConfig
 
-    shape = dict(RANDOM_SIZES[model.size or ""])
-    heads, kv_heads = shape.pop("heads"), shape.pop("kv_heads")
-    config = LlamaConfig(
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=49152,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        **shape,
-    )
+    shape = RANDOM_SIZES[model.size or ""]
+    config = LlamaConfig(vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=False, **shape)
     identity = f"random_llama-{model.size}"
     structure = build_model(Checkpoint(identity, config, RandomWeights({}, seed), ""), dtype=torch.float32)
     shapes = {name: tuple(tensor.shape) for name, tensor in structure.named_parameters()}

@@ -21,7 +21,7 @@ def materialize(model: nn.Module, checkpoint: Checkpoint, *, device: torch.devic
     def allocate(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
-    model._apply(allocate)
+    model._apply(allocate)  # type: ignore[no-untyped-call]
     for name in empty:
         parameter = model.get_parameter(name)
         local_rows(parameter).copy_(checkpoint.read(name, row_slice(parameter)))

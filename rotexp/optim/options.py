@@ -34,7 +34,7 @@ class CayleySGDOptions:
             learning rate so that the fixed point contracts, as published.
         solver: exact (the default) is on a CPU also the faster one.
         fixed_point_iterations: products of the fixed-point solver after the first; 5 keep float32 accuracy.
-        retract_every: steps between two QR retractions, 0 for none. In 100 steps float32 drifts by about 1e-6.
+        retract_every: steps between two QR retractions, 0 for none. In 100 steps float32 drifts by about 4e-6.
     """
 
     lr: float = 0.1

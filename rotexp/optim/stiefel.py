@@ -54,7 +54,7 @@ def cayley_exact(generator: Tensor, rotation: Tensor) -> Tensor:
     transposed_solution: Tensor = torch.linalg.solve_ex(transposed_system, rotation.mT, left=False)[0]
     moved = torch.lerp(rotation, transposed_solution.mT, 2.0)
     # Elimination rounds the small squares next to the unit diagonal away, always in the same direction: without this,
-    # row norms drift ten times faster than anything else.
+    # row norms drift ten times faster than the angles between rows.
     return moved * (_row_norms(rotation) / _row_norms(moved))
 
 
@@ -219,8 +219,8 @@ def polar_projection(rotation: Tensor) -> Tensor:
             break
         projected = projected - 0.5 * projected @ residual
     left, _, right = torch.linalg.svd(rotation.double())
-    projected = left @ right
-    return projected.to(rotation.dtype).contiguous()
+    factor: Tensor = left @ right
+    return factor.to(rotation.dtype).contiguous()
 
 
 def qr_retraction(rotation: Tensor) -> Tensor:
@@ -234,11 +234,11 @@ def qr_retraction(rotation: Tensor) -> Tensor:
     Returns:
         (..., n, n), same dtype, contiguous.
     """
-    orthogonal: Tensor
     orthogonal, triangular = torch.linalg.qr(rotation.double())
     diagonal = triangular.diagonal(dim1=-2, dim2=-1)
     signs = torch.ones_like(diagonal).copysign(diagonal)
-    return (orthogonal * signs.unsqueeze(-2)).to(rotation.dtype).contiguous()
+    near: Tensor = orthogonal * signs.unsqueeze(-2)
+    return near.to(rotation.dtype).contiguous()
 
 
 def largest_rotation_angle(first: Tensor, second: Tensor) -> Tensor:

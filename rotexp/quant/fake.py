@@ -163,7 +163,10 @@ class _Grid(NamedTuple):
 
 
 def _grid(grouped: Tensor, *, spec: QuantSpec, clip: float | Tensor) -> _Grid:
-    """Derive scale and zero point of every group of a tensor of the compute dtype (Jacob et al., arXiv:1712.05877, equation 1 and section 3)."""
+    """Derive scale and zero point of every group of a tensor of the compute dtype.
+
+    Affine grids as in Jacob et al., arXiv:1712.05877, equation 1 and section 3; the range always includes zero.
+    """
     # Two reductions, since torch.aminmax over a dimension is not vectorized on CPU and takes ten times as long as both.
     minimum = grouped.amin(-1, keepdim=True)
     maximum = grouped.amax(-1, keepdim=True)

@@ -88,7 +88,7 @@ class RotationBank(nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        applied: RotationBank = super()._apply(keep_dtype, recurse)
+        applied: RotationBank = super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
         return applied
 
 
@@ -131,8 +131,8 @@ class Rotation:
 
 
 def _rotate_last(values: Tensor, matrix: Tensor) -> Tensor:
-    blocks = values.to(matrix.dtype).unflatten(-1, (-1, matrix.shape[0]))
-    return (blocks @ matrix).flatten(-2).to(values.dtype)
+    blocks = values.to(matrix.dtype).reshape(*values.shape[:-1], -1, matrix.shape[0])
+    return (blocks @ matrix).reshape(values.shape).to(values.dtype)
 
 
 def draw(kind: str, order: int, *, name: str, seed: int) -> Tensor:

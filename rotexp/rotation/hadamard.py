@@ -252,14 +252,14 @@ def _sylvester_matrix(order: int) -> Tensor:
 
 
 def _first_paley_matrix(order: int) -> Tensor:
-    """Add the identity to the skew-symmetric conference matrix of the same order (Paley 1933, lemma 2)."""
+    """Add the identity to the skew-symmetric conference matrix of the same order (Paley 1933)."""
     conference = _conference_matrix(order)
     conference[1:, 0] = -1
     return conference + torch.eye(order, dtype=torch.int8, device="cpu")
 
 
 def _second_paley_matrix(order: int) -> Tensor:
-    """Put 2 × 2 blocks into the symmetric conference matrix of half the order (Paley 1933, lemma 3)."""
+    """Put 2 × 2 blocks into the symmetric conference matrix of half the order (Paley 1933)."""
     identity = torch.eye(order // 2, dtype=torch.int8, device="cpu")
     off_diagonal = torch.kron(_conference_matrix(order // 2), _signs([[1, 1], [1, -1]]))
     return off_diagonal + torch.kron(identity, _signs([[1, -1], [-1, -1]]))

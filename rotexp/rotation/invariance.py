@@ -1,4 +1,4 @@
-"""The proof that preparation changed nothing: with quantization off, the rotated model's logits equal the original's."""
+"""The proof that preparation changed nothing: unquantized, the rotated model's logits equal the original's."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local_rows(parameter: Tensor) -> Tensor:
-    """Return the rows of a parameter that this rank holds, sharing their memory (all of them when it is not sharded)."""
+    """Return the rows of a parameter that this rank holds, sharing their memory (all if it is not sharded)."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
@@ -21,9 +21,7 @@ def row_slice(parameter: Tensor) -> slice:
     """Return which rows of the whole parameter this rank holds."""
     if not isinstance(parameter, DTensor):
         return slice(0, parameter.shape[0])
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return slice(offset[0], offset[0] + shape[0])
 
 

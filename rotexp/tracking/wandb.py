@@ -45,7 +45,7 @@ class WandbMirror:
     def _open(self, config: TrackerConfig, folder: Path, plain_config: Mapping[str, Any]) -> None:
         import wandb
 
-        mode = resolve_mode(config.mode)
+        mode: Any = resolve_mode(config.mode)
         settings = wandb.Settings(silent=True, console="off", init_timeout=INIT_SECONDS)
         run = wandb.init(
             dir=folder,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ class Coordinator:
         parameters = [parameter for _, parameter in self.bank.items()]
         if not parameters or self.communication.world_size == 1:
             return
-        flat = self.communication.broadcast_(_flatten(list(parameters)))
+        flat = self.communication.broadcast_(_flatten(parameters))
         for parameter, values in zip(parameters, _split(flat, parameters), strict=True):
             parameter.copy_(values)
 
@@ -107,10 +108,10 @@ def bit_digest(matrix: Tensor) -> Tensor:
     return (bits.sum(1) * weights).sum() + 31 * (bits.sum(0) * weights).sum()
 
 
-def _flatten(tensors: list[Tensor]) -> Tensor:
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    pieces = flat.split([tensor.numel() for tensor in like])
+def _split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    pieces = torch.split(flat, [tensor.numel() for tensor in like])
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]

@@ -44,7 +44,7 @@ class KLDivergence:
 class TopKKLDivergence:
     """As `KLDivergence`, over the teacher's k most likely tokens and one event for all others.
 
-    Merging events never raises a divergence, so this is a lower bound of the full one, and equal to it at k = vocabulary.
+    Merging events never raises a divergence, so this bounds the full one from below; they are equal at k = vocabulary.
     """
 
     def __init__(self, k: int) -> None:

@@ -3,8 +3,10 @@
 import argparse
 import copy
 import json
+import logging
 import math
 import platform
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rotexp.data.corpora import Corpus, builtin_corpus, text_digest
 from rotexp.models.tiny import FOLDER
+
+logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY_SIZE = 2048
@@ -32,18 +36,18 @@ class Recipe:
     then arise by themselves, and they are what rotations are for.
     """
 
-    num_steps: int = 4000
+    num_steps: int = 5000
     seed: int = 0
     batch_tokens: int = 1024
-    peak_learning_rate: float = 4e-3
+    peak_learning_rate: float = 3e-3
     final_learning_rate_share: float = 0.05
     num_warmup_steps: int = 100
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.1
     max_gradient_norm: float = 1.0
-    init_std: float = 0.02
-    num_progress_lines: int = 20
+    init_std: float = 0.04
+    num_progress_lines: int = 25
 
 
 def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
@@ -58,7 +62,7 @@ def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator([text], trainer=trainer)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
@@ -81,9 +85,8 @@ def create_model(*, tokenizer: PreTrainedTokenizerFast, init_std: float) -> Llam
         initializer_range=init_std,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        attn_implementation="sdpa",
     )
-    return LlamaForCausalLM(config).float()
+    return LlamaForCausalLM(config)
 
 
 def encode(text: str, *, tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
@@ -122,13 +125,14 @@ def create_optimizer(model: LlamaForCausalLM, *, recipe: Recipe) -> torch.optim.
 @torch.no_grad()
 def perplexity(model: LlamaForCausalLM, *, tokens: torch.Tensor) -> float:
     """The exponential of the mean next-token loss over consecutive blocks of `tokens: (tokens,)`."""
-    blocks = tokens[: len(tokens) // EVALUATION_BLOCK_LENGTH * EVALUATION_BLOCK_LENGTH].view(-1, EVALUATION_BLOCK_LENGTH)
-    total = sum(float(model(input_ids=part, labels=part).loss) * len(part) for part in blocks.split(16))
-    return math.exp(total / len(blocks))
+    num_blocks = len(tokens) // EVALUATION_BLOCK_LENGTH
+    blocks = tokens[: num_blocks * EVALUATION_BLOCK_LENGTH].view(num_blocks, EVALUATION_BLOCK_LENGTH)
+    losses = [model(input_ids=block, labels=block).loss.item() for block in blocks.unsqueeze(1)]
+    return math.exp(sum(losses) / num_blocks)
 
 
 def train(model: LlamaForCausalLM, *, tokens: torch.Tensor, held_out: torch.Tensor, recipe: Recipe) -> None:
-    """Trains `model` in place on `tokens: (tokens,)`, printing the loss and the perplexity of `held_out` as it goes."""
+    """Trains `model` in place on `tokens: (tokens,)`, logging the loss and the perplexity of `held_out` as it goes."""
     optimizer = create_optimizer(model, recipe=recipe)
     interval = max(1, recipe.num_steps // recipe.num_progress_lines)
     start, losses = time.monotonic(), []
@@ -143,15 +147,15 @@ def train(model: LlamaForCausalLM, *, tokens: torch.Tensor, held_out: torch.Tens
         optimizer.zero_grad()
         losses.append(loss.item())
         if (step + 1) % interval == 0 and step + 1 < recipe.num_steps:
-            print_progress(step + 1, losses=losses, value=perplexity(model, tokens=held_out), start=start)
+            log_progress(step + 1, losses=losses, value=perplexity(model, tokens=held_out), start=start)
             losses.clear()
 
 
-def print_progress(step: int, *, losses: Sequence[float], value: float, start: float) -> None:
+def log_progress(step: int, *, losses: Sequence[float], value: float, start: float) -> None:
     """One line: the step, the mean training loss since the last line, the held-out perplexity, the time so far."""
     loss = sum(losses) / len(losses)
     seconds = time.monotonic() - start
-    print(f"step {step}: train loss {loss:.3f}, held-out perplexity {value:.2f}, {seconds:.0f} s", flush=True)
+    logger.info(f"step {step}: train loss {loss:.3f}, held-out perplexity {value:.2f}, {seconds:.0f} s")
 
 
 def save(
@@ -175,11 +179,11 @@ def build(corpus: Corpus, *, recipe: Recipe, output: Path) -> dict[str, object]:
     tokens = encode(corpus.calibration, tokenizer=tokenizer)
     held_out = encode(corpus.evaluation, tokenizer=tokenizer)
     model = create_model(tokenizer=tokenizer, init_std=recipe.init_std)
-    print(f"{model.num_parameters()} parameters, {len(tokens)} training and {len(held_out)} held-out tokens", flush=True)
+    logger.info(f"{model.num_parameters()} parameters, {len(tokens)} training and {len(held_out)} held-out tokens")
     train(model, tokens=tokens, held_out=held_out, recipe=recipe)
     trained = perplexity(model, tokens=held_out)
-    model.to(torch.bfloat16)
-    rounded = perplexity(copy.deepcopy(model).float(), tokens=held_out)
+    model.bfloat16()
+    rounded = perplexity(copy.deepcopy(model).float(), tokens=held_out)  # type: ignore[no-untyped-call]
     facts: dict[str, object] = {
         "python_version": platform.python_version(),
         "torch_version": torch.__version__,
@@ -192,7 +196,7 @@ def build(corpus: Corpus, *, recipe: Recipe, output: Path) -> dict[str, object]:
         "held_out_perplexity_bfloat16": rounded,
     }
     save(model, tokenizer=tokenizer, facts=facts, output=output)
-    print(f"held-out perplexity {trained:.2f}, after rounding to bfloat16 {rounded:.2f}; saved in {output}", flush=True)
+    logger.info(f"held-out perplexity {trained:.2f}, after rounding to bfloat16 {rounded:.2f}; saved in {output}")
     return facts
 
 
@@ -205,6 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: give at least 1")
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
     # One thread: the order of every sum is fixed, and a model this small gains little from more.
     torch.set_num_threads(1)
     build(builtin_corpus(), recipe=Recipe(num_steps=options.steps, seed=options.seed), output=options.output)
