@@ -113,7 +113,7 @@ class Experiment:
         materialize(model.network, self.inputs.checkpoint, device=self.device)
         Coordinator(model.bank, self.communication).broadcast()
         self.summary["sharding"] = {"strategy": self.config.sharding.strategy.name, "effective": asdict(effective)}
-        self.console.print(f"{self.config.sharding.strategy.name}: {effective.line()}", highlight=False)
+        self.console.print(f"{self.config.sharding.strategy.name}: {effective.line()}", highlight=False, soft_wrap=True)
 
     def prepare(self, model: RotatedModel) -> None:
         """Fold norms, bake online transforms, and prove that the float model is what it was."""

@@ -37,10 +37,16 @@ def run_elastic(config: Config, inputs: Inputs, folder: Path, *, nproc: int) -> 
         start_method="spawn",
     )
     try:
-        elastic_launch(settings, record(run_rank))(config, inputs, folder)
+        elastic_launch(settings, _recorded_rank)(config, inputs, folder)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise RankError(f"rank {rank}: {_reason(failure)}") from None
+
+
+@record
+def _recorded_rank(config: Config, inputs: Inputs, folder: Path) -> None:
+    """Run a rank, leaving its failure in the file that the parent reads."""
+    run_rank(config, inputs, folder)
 
 
 def _reason(failure: object) -> str:

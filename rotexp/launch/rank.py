@@ -31,11 +31,13 @@ def run_rank(config: Config, inputs: Inputs, folder: Path) -> None:
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     _log_to(folder / f"rank-{rank}.log", quiet=rank > 0)
-    torch.set_num_threads(config.launch.threads or max(1, (os.cpu_count() or 1) // world_size))
+    threads = config.launch.threads or max(1, (os.cpu_count() or 1) // world_size)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # Accelerate sets its own number where there is none
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     accelerator = _accelerator(config, world_size=world_size)
+    torch.set_num_threads(threads)
     try:
         Experiment(config, inputs, folder, accelerator=accelerator).run()
     except Exception:

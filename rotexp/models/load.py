@@ -67,13 +67,21 @@ def open_checkpoint(model: ModelConfig, *, seed: int) -> Checkpoint:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """Return the checkpoint's Hugging Face tokenizer."""
+    """Return the checkpoint's Hugging Face tokenizer.
+
+    Raises:
+        ValueError: the checkpoint has none that can be read.
+    """
     from transformers import AutoTokenizer
 
     place = Path(checkpoint.tokenizer)
-    if place.suffix == ".gguf":
-        return AutoTokenizer.from_pretrained(place.parent, gguf_file=place.name)
-    return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    try:
+        if place.suffix == ".gguf":
+            return AutoTokenizer.from_pretrained(place.parent, gguf_file=place.name, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"model.path={place}: no tokenizer could be read there ({reason}); add its files") from None
 
 
 def build_model(checkpoint: Checkpoint, *, dtype: torch.dtype) -> nn.Module:

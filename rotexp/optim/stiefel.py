@@ -47,7 +47,7 @@ def cayley_exact(generator: Tensor, rotation: Tensor) -> Tensor:
     Returns:
         (..., n, n), same dtype, laid out as `rotation`.
 
-    Source: Li, Li and Todorovic, ICLR 2020, equation 4, with W = −A.
+    Source: Li, Li and Todorovic, ICLR 2020, the Cayley transform Y(α) with αW = −A.
     """
     transposed_system = -0.5 * generator
     transposed_system.diagonal(dim1=-2, dim2=-1).add_(1.0)
@@ -76,7 +76,7 @@ def cayley_fixed_point(generator: Tensor, rotation: Tensor, *, iterations: int) 
     Returns:
         (..., n, n), same dtype.
 
-    Source: Li, Li and Todorovic, ICLR 2020, Algorithm 1, lines 8 to 10, with W = −A.
+    Source: Li, Li and Todorovic, ICLR 2020, Algorithm 1, the fixed-point loop, with αW = −A.
     """
     half = 0.5 * generator
     moved = rotation - generator @ rotation
@@ -171,7 +171,7 @@ def contraction_step_size(generator: Tensor, *, lr: float, contraction: float, e
     Returns:
         (...), same dtype.
 
-    Source: Li, Li and Todorovic, ICLR 2020, Algorithm 1, line 7. The norm is left open there; this is the largest
+    Source: Li, Li and Todorovic, ICLR 2020, Algorithm 1. The norm is left open there; this is the largest
     absolute row sum, never below ‖W‖₂.
     """
     norm = generator.abs().sum(dim=-1).amax(dim=-1)
@@ -206,7 +206,7 @@ def polar_projection(rotation: Tensor) -> Tensor:
     Returns:
         (..., n, n), same dtype, contiguous.
 
-    Source: Higham, "Functions of Matrices", 2008, theorem 8.4 and equation 8.20.
+    Source: Higham, "Functions of Matrices", 2008, chapter 8.
     """
     projected = rotation.double()
     identity = torch.eye(projected.shape[-1], dtype=projected.dtype, device=projected.device)

@@ -131,6 +131,8 @@ class Rotation:
 
 
 def _rotate_last(values: Tensor, matrix: Tensor) -> Tensor:
+    if values.shape[-1] == matrix.shape[0]:
+        return (values.to(matrix.dtype) @ matrix).to(values.dtype)
     blocks = values.to(matrix.dtype).reshape(*values.shape[:-1], -1, matrix.shape[0])
     return (blocks @ matrix).reshape(values.shape).to(values.dtype)
 

@@ -13,9 +13,9 @@ from rich.table import Table
 
 ROWS = {
     "float": "float",
-    "quantized": "quantized, no rotation",
-    "hadamard": "quantized, random Hadamard",
-    "trained": "quantized, trained rotations",
+    "quantized": "no rotation",
+    "hadamard": "random Hadamard",
+    "trained": "trained",
 }
 """Names of the evaluated variants, for people."""
 

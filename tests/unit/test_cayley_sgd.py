@@ -4,6 +4,7 @@ import io
 import itertools
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ SEEDS = range(3)
 
 def random_rotation(size: int, *, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0].contiguous().to(dtype)
+    rotation: Tensor = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]
+    return rotation.contiguous().to(dtype)
 
 
 def random_gradients(count: int, size: int, *, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -61,7 +63,12 @@ def published_algorithm(
 @pytest.mark.parametrize(("lr", "iterations"), [(1e-3, 2), (10.0, 40)])
 def test_paper_rule_without_momentum_is_the_published_algorithm(lr: float, iterations: int, seed: int) -> None:
     start, gradients = random_rotation(14, seed=seed), random_gradients(8, 14, seed=seed)
-    options = {"step_rule": "paper", "solver": "fixed_point", "fixed_point_iterations": iterations, "retract_every": 0}
+    options: dict[str, Any] = {
+        "step_rule": "paper",
+        "solver": "fixed_point",
+        "fixed_point_iterations": iterations,
+        "retract_every": 0,
+    }
     ours = run(start, gradients, lr=lr, **options)
     published = published_algorithm(start.numpy(), gradients.numpy(), lr=lr, momentum=0.0, iterations=iterations)
     for mine, theirs in zip(ours, published, strict=True):
@@ -111,7 +118,7 @@ def test_angle_rule_ignores_the_scale_of_the_gradient(scale: float) -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_zero_gradient_moves_no_bit(step_rule: StepRule, solver: Solver, momentum: float) -> None:
     start = random_rotation(17, seed=0, dtype=torch.float32)
-    options = {"step_rule": step_rule, "solver": solver, "momentum": momentum}
+    options: dict[str, Any] = {"step_rule": step_rule, "solver": solver, "momentum": momentum}
     for moved in run(start, torch.zeros(3, 17, 17), lr=0.1, **options):
         assert torch.equal(moved, start)
 
@@ -150,7 +157,7 @@ def test_small_steps_descend(options: dict[str, Any], seed: int) -> None:
     for _ in range(10):
         optimizer.zero_grad()
         loss = (parameter @ data - target).tanh().square().sum()
-        loss.backward()
+        torch.autograd.backward(loss)
         losses.append(loss.item())
         optimizer.step()
     assert losses == sorted(losses, reverse=True)
@@ -168,13 +175,13 @@ def test_procrustes_recovers_the_rotation(options: dict[str, Any], seed: int) ->
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=400)
     for _ in range(400):
         optimizer.zero_grad()
-        (parameter @ data - truth @ data).square().sum().backward()
+        torch.autograd.backward((parameter @ data - truth @ data).square().sum())
         optimizer.step()
         scheduler.step()
     assert stiefel.largest_rotation_angle(parameter.detach(), truth).item() < 1e-3
 
 
-def stepped(parameters: list[Tensor], groups: list[list[Tensor]], steps: int) -> None:
+def stepped(parameters: list[Parameter], groups: list[list[Parameter]], *, steps: int) -> None:
     optimizers = [CayleySGD(group, lr=0.1, momentum=0.5, retract_every=2) for group in groups]
     for step in range(steps):
         for index, parameter in enumerate(parameters):
@@ -230,7 +237,7 @@ def test_momentum_changes_the_trajectory_from_the_second_step() -> None:
 @pytest.mark.parametrize("step_rule", StepRule)
 def test_three_steps_and_three_after_a_reload_equal_six(step_rule: StepRule, momentum: float) -> None:
     start, gradients = random_rotation(16, seed=0).float(), random_gradients(6, 16, seed=0).float()
-    options = {"lr": 0.1, "momentum": momentum, "step_rule": step_rule, "retract_every": 4}
+    options: dict[str, Any] = {"lr": 0.1, "momentum": momentum, "step_rule": step_rule, "retract_every": 4}
     parameter = Parameter(start.clone())
     optimizer = CayleySGD([parameter], **options)
     for index, gradient in enumerate(gradients):
@@ -248,16 +255,15 @@ def test_three_steps_and_three_after_a_reload_equal_six(step_rule: StepRule, mom
 
 @pytest.mark.parametrize("retract_every", [0, 1, 3])
 def test_retractions_follow_the_schedule(monkeypatch: pytest.MonkeyPatch, retract_every: int) -> None:
-    calls: list[int] = []
-    retract = stiefel.qr_retraction
-    monkeypatch.setattr(stiefel, "qr_retraction", lambda rotation: calls.append(1) or retract(rotation))
+    counter = Mock(wraps=stiefel.qr_retraction)
+    monkeypatch.setattr(stiefel, "qr_retraction", counter)
     counts = []
     parameter = Parameter(random_rotation(6, seed=0))
     optimizer = CayleySGD([parameter], lr=0.1, retract_every=retract_every)
     for gradient in random_gradients(6, 6, seed=0):
         parameter.grad = gradient
         optimizer.step()
-        counts.append(len(calls))
+        counts.append(counter.call_count)
     assert counts == [step // retract_every if retract_every else 0 for step in range(1, 7)]
 
 
@@ -275,7 +281,7 @@ def test_closure_is_evaluated_with_gradients_and_returned() -> None:
     def closure() -> float:
         optimizer.zero_grad()
         loss = parameter[0].sum()
-        loss.backward()
+        torch.autograd.backward(loss)
         return loss.item()
 
     assert optimizer.step(closure) == start[0].sum().item()
@@ -285,7 +291,7 @@ def test_closure_is_evaluated_with_gradients_and_returned() -> None:
 def test_groups_have_options_of_their_own_and_a_scheduler_may_reach_zero() -> None:
     fast, slow = (Parameter(random_rotation(6, seed=seed)) for seed in (0, 1))
     starts = [parameter.detach().clone() for parameter in (fast, slow)]
-    groups = [{"params": [fast], "lr": 0.4}, {"params": [slow]}]
+    groups: list[dict[str, Any]] = [{"params": [fast], "lr": 0.4}, {"params": [slow]}]
     optimizer = CayleySGD(groups, lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step == 0))
     fast.grad, slow.grad = random_gradients(2, 6, seed=0)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import scipy.linalg
+import scipy.linalg  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
@@ -16,7 +16,8 @@ SIZES = (1, 2, 5, 16, 33)
 
 def random_rotation(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))[0].contiguous().to(dtype)
+    rotation: Tensor = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))[0]
+    return rotation.contiguous().to(dtype)
 
 
 def random_matrix(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -209,7 +210,7 @@ def test_qr_retraction_stays_near_whatever_the_signs(seed: int) -> None:
 def test_functions_treat_a_batch_as_its_members(seed: int) -> None:
     rotation, gradient = random_rotation(2, 3, 7, 7, seed=seed), random_matrix(2, 3, 7, 7, seed=seed)
     generator = stiefel.skew_generator(rotation, gradient)
-    pairs = {
+    pairs: dict[Callable[..., Tensor], tuple[Tensor, ...]] = {
         stiefel.skew_generator: (rotation, gradient),
         stiefel.cayley_exact: (generator, rotation),
         stiefel.spectral_norm_skew: (generator,),

@@ -1,16 +1,14 @@
 """The shipped model and its builder: a plain Hugging Face folder, small, trained on calibration text only."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rotexp.data.corpora import Corpus
+from rotexp.data.corpora import Corpus, builtin_corpus
 from rotexp.models.tiny import FOLDER
 from rotexp.models.tiny.build import (
     BLOCK_LENGTHS,
@@ -132,23 +130,14 @@ def test_shipped_folder_is_small_and_complete() -> None:
     names = {file.name for file in FOLDER.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "build.json"} <= names
     assert "README.md" not in names
+    assert all(file.stat().st_mode & 0o044 == 0o044 for file in FOLDER.iterdir()), "readable by every user"
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 10_000_000
 
 
-def test_shipped_weights_match_their_recorded_perplexity() -> None:
-    facts = json.loads((FOLDER / "build.json").read_text())
-    weights = load_file(FOLDER / "model.safetensors")
-    assert all(torch.isfinite(weight).all() for weight in weights.values())
-    assert 1.0 < facts["held_out_perplexity_bfloat16"] < 60.0
-
-
-def test_shipped_model_predicts_prose_it_has_not_seen() -> None:
-    sentence = (
-        "If the file does not exist, the function raises an exception. Otherwise it returns a list of the names in the "
-        "directory, and the optional argument is used as the default value when the given object has no such attribute."
-    )
+def test_shipped_model_predicts_held_out_prose() -> None:
+    recorded = json.loads((FOLDER / "build.json").read_text())["held_out_perplexity_bfloat16"]
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
-    ids = encode(sentence, tokenizer=AutoTokenizer.from_pretrained(FOLDER)).unsqueeze(0)
-    with torch.no_grad():
-        loss = model(input_ids=ids, labels=ids).loss.item()
-    assert loss < math.log(100)
+    # A twentieth of the text, which differs a little between Python versions: hence the width.
+    tokens = encode(builtin_corpus().evaluation[:10_000], tokenizer=AutoTokenizer.from_pretrained(FOLDER))
+    assert 0.5 * recorded < perplexity(model, tokens=tokens) < 2 * recorded
+    assert recorded < 60

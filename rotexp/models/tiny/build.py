@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from rotexp.data.corpora import Corpus, builtin_corpus, text_digest
 from rotexp.models.tiny import FOLDER
@@ -30,10 +31,9 @@ EVALUATION_BLOCK_LENGTH = 256
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the model is trained.
+    """How the model is trained: AdamW at a high learning rate with a short gradient memory, as released models are.
 
-    The learning rate is high and gradients are not clipped at a low norm, as in many released models: outlier channels
-    then arise by themselves, and they are what rotations are for.
+    Residual channels of very unequal size then arise by themselves; they are what rotations are for.
     """
 
     num_steps: int = 5000
@@ -165,6 +165,7 @@ def save(
     output.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
+    (output / SAFE_WEIGHTS_NAME).chmod(0o644)  # written for the owner alone, but packaged for everyone
     (output / "build.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
