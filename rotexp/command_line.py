@@ -2,43 +2,54 @@
 
 from __future__ import annotations
 
-import difflib
+import argparse
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rotexp.config import COMPONENTS, Config, writable
+from rotexp.wrong_request import check_overrides, explain
 
 WRONG_REQUEST = 2
+
+REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError)
+"""What composing, checking or opening a request raises when the request is at fault."""
 
 
 def run_command(job: Callable[[DictConfig], int]) -> None:
     """Compose the configuration from the command line, run the job, exit with its code (of several, the highest)."""
     codes = [0]
 
+    def refuse(reason: str) -> None:
+        sys.stderr.write(f"rotexp: {' '.join(reason.split())}\n")
+        codes.append(WRONG_REQUEST)
+
     def run(composed: DictConfig) -> None:
         try:
             codes.append(job(composed))
+        except REFUSALS as error:  # here, since Hydra would print its own line, and end a sweep
+            refuse(explain(error))
         finally:
             _remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
 
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints in its own format and exits with 1
     try:
+        _check_command_line()
         hydra.main(config_path="pkg://rotexp.conf", config_name="config", version_base="1.3")(run)()
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        sys.stderr.write(f"rotexp: {' '.join(explain(error).split())}\n")
-        sys.exit(WRONG_REQUEST)
+    except REFUSALS as error:
+        refuse(explain(error))
     sys.exit(max(codes))
 
 
@@ -52,49 +63,24 @@ def register() -> None:
             store.store(name, writable(schema), group=f"schema/{group}")
 
 
-def explain(error: Exception) -> str:
-    """Say in one line what was wrong with a request: the key, the value, what is allowed, what to do."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.rpartition("/")
-        options = [name for name in error.options or () if name != "__init__"]
-        return f"{group}={option}: no such option; choose one of {', '.join(options)}{_nearest(option, options)}"
-    if isinstance(error, OverrideParseException):
-        return f"{error.override}: not of the form key=value ({error}); quote values with special characters"
-    if isinstance(error, ConfigCompositionException):
-        return _explain_override(error)
-    if isinstance(error, OmegaConfBaseException) and error.full_key:
-        return f"{error.full_key}: {str(error.msg).splitlines()[0]}"
-    return str(error)
+def _check_command_line() -> None:
+    """Check flags and the form of overrides, before Hydra reads them.
 
-
-def _explain_override(error: ConfigCompositionException) -> str:
-    text, cause = str(error), error.__cause__
-    if text.startswith("Could not override"):
-        key = text.split("'")[1]
-        return f"{key}: no such key; see --cfg job for all of them{_nearest(key, list(_keys()))}"
-    override = text.removeprefix("Error merging override ")
-    return override if cause is None else f"{override}: {str(cause).splitlines()[0]}"
-
-
-def _nearest(word: str, choices: list[str]) -> str:
-    near = difflib.get_close_matches(word, choices, n=3)
-    return f" (nearest: {', '.join(near)})" if near else ""
-
-
-def _keys() -> Iterator[str]:
-    """Yield every key of the schema, groups and components included."""
-
-    def walk(node: Any, prefix: str) -> Iterator[str]:
-        for key in node:
-            yield f"{prefix}{key}"
-            child = node._get_node(key)
-            if isinstance(child, DictConfig):
-                yield from walk(child, f"{prefix}{key}.")
-
-    yield from walk(OmegaConf.structured(Config), "")
-    for group, options in COMPONENTS.items():
-        for schema in options.values():
-            yield from walk(OmegaConf.structured(schema), f"{group}.")
+    Raises:
+        ValueError: one of them cannot be meant.
+        OverrideParseException: an override cannot be parsed.
+    """
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        known, unknown = parser.parse_known_args()
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error.argument_name}: {error.message}; see --hydra-help") from None
+    if unknown:
+        raise ValueError(f"{unknown[0]}: no such flag (--hydra-help lists them); values are set by key=value")
+    if known.config_dir and not Path(known.config_dir).is_dir():
+        raise ValueError(f"--config-dir {known.config_dir}: no such folder; name the folder that holds your configs")
+    check_overrides(known.overrides, sweep=known.multirun)
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -66,12 +66,41 @@ class Strategy(Enum):
 
     no_shard = "no_shard"
     full = "full"
+    zero2 = "zero2"
+    hybrid = "hybrid"
+    hybrid_zero2 = "hybrid_zero2"
+
+    @property
+    def two_dimensional(self) -> bool:
+        """Whether parameters are split over one axis of ranks and replicated over another."""
+        return self in (Strategy.hybrid, Strategy.hybrid_zero2)
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether gathered parameters are freed between forward and backward."""
+        return self in (Strategy.full, Strategy.hybrid)
+
+
+class Precision(Enum):
+    """Presets of mixed precision: the dtype in which sharded parameters are gathered and computed with."""
+
+    none = "none"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
 
 
 class SyncMode(Enum):
     """How unsharding is ordered before its consumers."""
 
     off = "off"
+    selective = "selective"
+    universal = "universal"
+    event = "event"
+
+
+OnDivergence = Enum("OnDivergence", ["log", "raise", "rebroadcast"])
+"""What to do when replicas of a rotation differ (`raise` is no identifier, hence this form)."""
 
 
 class LaunchKind(Enum):
@@ -210,20 +239,46 @@ class MetricsConfig:
 
     rotation_every: int = 10
     divergence_every: int = 10
+    on_divergence: OnDivergence = OnDivergence["raise"]
 
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """How parameters are split over ranks."""
+    """How parameters are split over ranks.
+
+    Attributes:
+        replicate, shard: sizes of the two axes of the hybrids (None: shard within a node, replicate over nodes; on one
+            node two replicas).
+        min_shard_size: parameters with fewer elements stay whole on every rank.
+        precision: a preset for the four fields after it; each of those overrides it.
+        param_dtype, reduce_dtype, output_dtype, cast_forward_inputs: as in torch's `MixedPrecisionPolicy`.
+        cpu_offload: keep shards in host memory (accelerators only).
+        forward_prefetch, backward_prefetch: layers gathered ahead, beside what FSDP2 does by itself.
+        reshard_after_forward: size of the smaller group to which parameters are resharded after forward (None: as the
+            strategy says).
+    """
 
     strategy: Strategy = Strategy.no_shard
+    replicate: int | None = None
+    shard: int | None = None
+    min_shard_size: int = 0
+    precision: Precision = Precision.none
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    output_dtype: Dtype | None = None
+    cast_forward_inputs: bool = True
+    cpu_offload: bool = False
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    reshard_after_forward: int | None = None
 
 
 @dataclass(frozen=True)
 class SyncConfig:
-    """How unsharding is guarded."""
+    """How unsharding is guarded; `states` are the training states in which `selective` waits."""
 
     mode: SyncMode = SyncMode.off
+    states: list[str] = field(default_factory=lambda: ["forward", "pre_backward"])
 
 
 @dataclass(frozen=True)
@@ -282,7 +337,13 @@ ALLOWED_TARGETS = ("rotexp.optim.", "rotexp.training.objectives.")
 HYDRA_OVERRIDES = [{"override hydra/job_logging": "disabled"}, {"override hydra/hydra_logging": "disabled"}]
 """What every primary config must say for itself: Hydra writes no log files of its own."""
 
-MINIMUM_WORLD = {Strategy.no_shard: 1, Strategy.full: 2}
+MINIMUM_WORLD = {
+    Strategy.no_shard: 1,
+    Strategy.full: 2,
+    Strategy.zero2: 2,
+    Strategy.hybrid: 4,
+    Strategy.hybrid_zero2: 4,
+}
 """The smallest world in which a strategy is not trivial."""
 
 
@@ -384,6 +445,10 @@ def validate(config: Config) -> None:
     for key in ("rotation_every", "divergence_every"):
         value = getattr(config.metrics, key)
         _require(value >= 1, f"metrics.{key}", value, "at least 1", "1 takes it every step")
+    _validate_sharding(config.sharding)
+    states = ("forward", "pre_backward", "post_backward", "idle")
+    unknown = [state for state in config.sync_mode.states if state not in states]
+    _require(not unknown, "sync_mode.states", ", ".join(unknown), f"of {', '.join(states)}", "name those to wait in")
     _validate_launch(config)
     for group in COMPONENTS:
         component = getattr(config, group)
@@ -405,8 +470,9 @@ def validate_world(config: Config, *, world_size: int) -> None:
         "sharding.strategy",
         strategy.name,
         f"with {minimum} or more ranks, not {world_size}",
-        f"set launch=elastic launch.nproc={minimum}, or sharding=no_shard",
+        f"set launch.nproc={minimum} or more, or sharding=no_shard",
     )
+    mesh_sizes(config.sharding, world_size=world_size)
     _require(
         batch % world_size == 0,
         "data.global_batch_size",
@@ -422,6 +488,33 @@ def validate_world(config: Config, *, world_size: int) -> None:
         f"a divisor of {batch // world_size} (data.global_batch_size={batch} over {world_size} ranks)",
         "change one of them",
     )
+
+
+def mesh_sizes(sharding: ShardingConfig, *, world_size: int, ranks_per_node: int | None = None) -> tuple[int, int]:
+    """Return how many replicas there are, and over how many ranks each is split.
+
+    Args:
+        ranks_per_node: where known, the hybrids shard within a node.
+
+    Raises:
+        ValueError: `replicate` times `shard` is not the number of ranks.
+    """
+    strategy = sharding.strategy
+    if not strategy.two_dimensional:
+        return (world_size, 1) if strategy is Strategy.no_shard else (1, world_size)
+    replicate, shard = sharding.replicate, sharding.shard
+    if replicate is None and shard is None:
+        several_nodes = ranks_per_node is not None and 1 < ranks_per_node < world_size
+        shard = ranks_per_node if several_nodes else world_size // 2
+    replicate = replicate if replicate is not None else world_size // (shard or 1)
+    shard = shard if shard is not None else world_size // replicate
+    sizes = f"sharding.replicate={replicate} sharding.shard={shard}"
+    if replicate * shard != world_size or min(replicate, shard) < 2:
+        raise ValueError(
+            f"{sizes}: their product must be the {world_size} ranks and each at least 2 for sharding={strategy.name}; "
+            f"change them or launch.nproc, or use sharding=full"
+        )
+    return replicate, shard
 
 
 def _require(condition: bool, key: str, value: object, allowed: str, remedy: str) -> None:
@@ -490,6 +583,29 @@ def _validate_evaluation(evaluation: EvaluationConfig) -> None:
     _require(windows is None or windows >= 1, "evaluation.max_windows", windows, "at least 1 or null", "enlarge it")
     micro = evaluation.micro_batch_size
     _require(micro >= 1, "evaluation.micro_batch_size", micro, "at least 1", "enlarge it")
+
+
+def _validate_sharding(sharding: ShardingConfig) -> None:
+    for name in ("min_shard_size", "forward_prefetch", "backward_prefetch"):
+        value = getattr(sharding, name)
+        _require(value >= 0, f"sharding.{name}", value, "0 or more", "0 leaves it to FSDP2")
+    for name in ("replicate", "shard", "reshard_after_forward"):
+        value = getattr(sharding, name)
+        _require(value is None or value >= 2, f"sharding.{name}", value, "at least 2 or null", "null decides by itself")
+    if not sharding.strategy.two_dimensional:
+        for name in ("replicate", "shard"):
+            value = getattr(sharding, name)
+            _require(value is None, f"sharding.{name}", value, "null for a one-dimensional strategy", "use a hybrid")
+    if not sharding.strategy.reshards_after_forward:
+        group = sharding.reshard_after_forward
+        _require(group is None, "sharding.reshard_after_forward", group, "null here", "use sharding=full or hybrid")
+    if sharding.strategy is Strategy.no_shard:
+        changed = [
+            option.name
+            for option in dataclasses.fields(sharding)
+            if option.name != "strategy" and getattr(sharding, option.name) != option.default
+        ]
+        _require(not changed, "sharding", "no_shard", f"without {', '.join(changed)}", "use another sharding")
 
 
 def _validate_launch(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,7 @@ from rotexp.rotation.norms import fold_norms
 from rotexp.rotation.placement import RotatedModel, place
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.strategies import shard
+from rotexp.sync.guard import GuardCounts, UnshardGuard, install
 from rotexp.tracking.console import TrainingProgress, results_table
 from rotexp.tracking.files import write_summary
 from rotexp.tracking.phases import Phases
@@ -55,7 +57,8 @@ class Experiment:
         self.step = 0
         self.phases = Phases(device=self.device, communication=self.communication, log=self.log)
         self.summary: dict[str, Any] = {"status": "running", "error": None}
-        self.divergence = Divergence(0.0, ())
+        self.divergence = Divergence()
+        self.guard: UnshardGuard | None = None
         self.evaluation: dict[str, Any] = {"protocol": inputs.protocol}
 
     def run(self) -> None:
@@ -66,6 +69,7 @@ class Experiment:
         """
         with ExitStack() as on_failure:
             on_failure.callback(lambda: self.tracker.finish(self.summary, exit_code=1))
+            on_failure.callback(self.remove_guard)
             with self.phases("load"):
                 model = self.load()
             with self.phases("shard"):
@@ -76,7 +80,7 @@ class Experiment:
                 self.measure_baseline(model)
             with self.phases("train"):
                 result = self.train(model)
-                self.divergence = Coordinator(model.bank, self.communication).divergence()
+                self.divergence = Coordinator(model.network, self.communication).divergence()
             rotations = model.bank.snapshot()
             with self.phases("merge"):
                 merge(model)
@@ -85,6 +89,7 @@ class Experiment:
             with self.phases("save"):
                 self.save(model, rotations)
             on_failure.pop_all()
+            self.remove_guard()
         self.finish(result, rotations)
 
     def log(self, row: dict[str, float]) -> None:
@@ -109,11 +114,17 @@ class Experiment:
             ignored=set(model.bank.parameters()),
             device_type=self.device.type,
             world_size=self.communication.world_size,
+            ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None,
         )
+        self.guard = install(model.network, self.config.sync_mode)
         materialize(model.network, self.inputs.checkpoint, device=self.device)
-        Coordinator(model.bank, self.communication).broadcast()
+        Coordinator(model.network, self.communication).broadcast()
         self.summary["sharding"] = {"strategy": self.config.sharding.strategy.name, "effective": asdict(effective)}
         self.console.print(f"{self.config.sharding.strategy.name}: {effective.line()}", highlight=False, soft_wrap=True)
+        if self.guard is not None:
+            groups, mode = self.guard.num_groups, self.config.sync_mode.mode.name
+            name = self.inputs.checkpoint.identity
+            self.console.print(f"sync_mode={mode}: {groups} parameter groups of {name} are guarded", soft_wrap=True)
 
     def prepare(self, model: RotatedModel) -> None:
         """Fold norms, bake online transforms, and prove that the float model is what it was."""
@@ -158,6 +169,7 @@ class Experiment:
                 accelerator=self.accelerator,
                 communication=self.communication,
                 log=log,
+                guard=self.guard,
             )
 
     def measure_result(self, model: RotatedModel) -> None:
@@ -217,7 +229,7 @@ class Experiment:
             "time": self.phases.seconds,
             "replica": {"max_abs_diff": self.divergence.max_abs_diff},
             "rotation": {key.split("/")[1]: drift[key] for key in drift if "orthogonality" in key},
-            "sync": {"mode": self.config.sync_mode.mode.name},
+            "sync": self.sync_summary(),
             "versions": versions(),
             "config_digest": config_digest(self.config),
         }
@@ -228,6 +240,22 @@ class Experiment:
             title = f"{self.inputs.checkpoint.identity}, quant={quant}, rotation={rotation}"
             self.console.print(results_table(self.evaluation, title=title))
             self.console.print(f"run folder: {self.folder}", highlight=False, soft_wrap=True)
+
+    def remove_guard(self) -> None:
+        """Leave torch's classes as they were."""
+        if self.guard is not None:
+            self.guard.remove()
+
+    def sync_summary(self) -> dict[str, Any]:
+        """Return what the guard did over the whole run."""
+        counts = self.guard.counts if self.guard else GuardCounts()
+        return {
+            "mode": self.config.sync_mode.mode.name,
+            "num_groups": self.guard.num_groups if self.guard else 0,
+            "num_unshards": dict(counts.unshards),
+            "num_barriers": counts.barriers,
+            "seconds": counts.seconds,
+        }
 
     @property
     def tokens_per_step(self) -> int:

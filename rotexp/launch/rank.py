@@ -23,21 +23,18 @@ from rotexp.inputs import Inputs
 from rotexp.training.loop import micro_batch_size
 
 
-def run_rank(config: Config, inputs: Inputs, folder: Path) -> None:
+def run_rank(config: Config, inputs: Inputs, folder: Path, *, accelerator: Accelerator | None = None) -> None:
     """Run the experiment as the rank that the environment says this process is.
 
     Raises:
         PhaseError: a phase failed.
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    accelerator = accelerator or open_accelerator(config)
+    rank = accelerator.process_index
     _log_to(folder / f"rank-{rank}.log", quiet=rank > 0)
-    threads = config.launch.threads or max(1, (os.cpu_count() or 1) // world_size)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # Accelerate sets its own number where there is none
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    accelerator = _accelerator(config, world_size=world_size)
-    torch.set_num_threads(threads)
     try:
         Experiment(config, inputs, folder, accelerator=accelerator).run()
     except Exception:
@@ -48,14 +45,24 @@ def run_rank(config: Config, inputs: Inputs, folder: Path) -> None:
             dist.destroy_process_group()
 
 
-def _accelerator(config: Config, *, world_size: int) -> Accelerator:
+def open_accelerator(config: Config) -> Accelerator:
+    """Set this rank's threads and join the process group, on nccl and its own GPU or on gloo.
+
+    In a world of one there is no group and no address is needed.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    threads = config.launch.threads or max(1, (os.cpu_count() or 1) // local_ranks)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # Accelerate sets its own number where there is none
     accumulation = config.data.global_batch_size // world_size // micro_batch_size(config, world_size=world_size)
-    return Accelerator(
+    accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
         dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=config.launch.timeout_minutes))],
     )
+    torch.set_num_threads(threads)
+    return accelerator
 
 
 def _log_to(path: Path, *, quiet: bool) -> None:

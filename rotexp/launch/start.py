@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rotexp.config import MINIMUM_WORLD, Config, LaunchKind, resolved_yaml, validate_world
+from rotexp.config import MINIMUM_WORLD, Config, LaunchKind, SyncMode, resolved_yaml, validate_world
+from rotexp.launch.outer import adopt, is_first
+from rotexp.launch.signals import Interrupted, interruptible
 from rotexp.tracking.files import SUMMARY_FILE, read_summary, write_atomically, write_summary
 
 DONE, FAILED = 0, 1
@@ -19,21 +22,19 @@ def start(config: Config, folder: Path) -> int:
     Raises:
         ValueError: the request is wrong; nothing was started or written then.
     """
-    world_size = choose_world_size(config)
-    validate_world(config, world_size=world_size)
-    check_folder(folder)
-    from rotexp.inputs import open_inputs
+    with interruptible():
+        adopted = adopt()
+        world_size = int(adopted["WORLD_SIZE"]) if adopted else choose_world_size(config)
+        validate_world(config, world_size=world_size)
+        check_machine(config)
+        if adopted is None or adopted["RANK"] == "0":
+            check_folder(folder)
+        from rotexp.inputs import open_inputs
 
-    inputs = open_inputs(config)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "config.resolved.yaml", resolved_yaml(config))
-        write_summary(folder, {"status": "running", "error": None})
-        _run(config, inputs, folder, world_size=world_size)
-    except Exception as error:
-        _record_failure(folder, error)
-        return FAILED
-    return DONE
+        inputs = open_inputs(config)
+        if adopted is not None:
+            return _run_adopted(config, inputs, folder, adopted)
+        return _recorded(config, folder, lambda: _run(config, inputs, folder, world_size=world_size))
 
 
 def choose_world_size(config: Config) -> int:
@@ -48,6 +49,26 @@ def choose_world_size(config: Config) -> int:
     return device_count() or MINIMUM_WORLD[config.sharding.strategy]
 
 
+def check_machine(config: Config) -> None:
+    """Refuse what this machine or this torch cannot do.
+
+    Raises:
+        ValueError: CPU offload without an accelerator, or a guard that this torch was not tested with.
+    """
+    if config.sharding.cpu_offload:
+        from torch.cuda import is_available
+
+        if not is_available():
+            raise ValueError("sharding.cpu_offload=true: must be false without an accelerator; leave it out")
+    if config.sync_mode.mode is not SyncMode.off:
+        from rotexp.sync.guard import check_torch
+
+        try:
+            check_torch()
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
+
+
 def check_folder(folder: Path) -> None:
     """Refuse a folder that holds a run.
 
@@ -57,6 +78,24 @@ def check_folder(folder: Path) -> None:
     if (folder / SUMMARY_FILE).exists():
         status = read_summary(folder).get("status")
         raise ValueError(f"hydra.run.dir={folder}: already holds a run (status {status}); choose another, or remove it")
+
+
+def _recorded(config: Config, folder: Path, run: Callable[[], None]) -> int:
+    """Run, and leave in the folder how it ended; return the exit code."""
+    try:
+        if is_first():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / "config.resolved.yaml", resolved_yaml(config))
+            write_summary(folder, {"status": "running", "error": None})
+        run()
+    except Interrupted as interruption:
+        _record_end(folder, "interrupted", str(interruption))
+        return interruption.exit_code
+    except Exception as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        _record_end(folder, "oom" if is_out_of_memory(error) else "failed", message)
+        return FAILED
+    return DONE
 
 
 def _run(config: Config, inputs: Any, folder: Path, *, world_size: int) -> None:
@@ -70,11 +109,25 @@ def _run(config: Config, inputs: Any, folder: Path, *, world_size: int) -> None:
     run_elastic(config, inputs, folder, nproc=world_size)
 
 
-def _record_failure(folder: Path, error: Exception) -> None:
-    """Say on standard error and in the summary what failed; a full disk must not hide the first error."""
-    status = "oom" if is_out_of_memory(error) else "failed"
-    message = " ".join(str(error).split()) or type(error).__name__
-    sys.stderr.write(f"rotexp: the run failed: {message} (see {os.path.relpath(folder)}/rank-*.log)\n")
+def _run_adopted(config: Config, inputs: Any, folder: Path, adopted: dict[str, str]) -> int:
+    """Run as the rank that an outer launcher made this process; rank 0's folder is everybody's."""
+    os.environ.update(adopted)
+    from accelerate.utils import broadcast_object_list
+
+    from rotexp.launch.rank import open_accelerator, run_rank
+
+    accelerator = open_accelerator(config)
+    shared = Path(broadcast_object_list([str(folder.resolve())])[0])
+
+    def run() -> None:
+        run_rank(config, inputs, shared, accelerator=accelerator)
+
+    return _recorded(config, shared, run)
+
+
+def _record_end(folder: Path, status: str, message: str) -> None:
+    """Say on standard error and in the summary how a run ended; a full disk must not hide the first error."""
+    sys.stderr.write(f"rotexp: the run {status}: {message} (see {os.path.relpath(folder)}/rank-*.log)\n")
     try:
         write_summary(folder, {**read_summary(folder), "status": status, "error": message})
     except OSError as disk:

@@ -87,4 +87,4 @@ def evaluate(
 
 
 def _exp(nll: float) -> float:
-    return math.exp(nll) if nll < 700 else math.inf
+    return math.inf if nll >= 700 else math.exp(nll)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,8 @@ def build_model(checkpoint: Checkpoint, *, dtype: torch.dtype) -> nn.Module:
 
     with init_empty_weights(include_buffers=False):
         auto: Any = AutoModelForCausalLM
-        model = auto.from_config(checkpoint.config, dtype=dtype, trust_remote_code=False)
+        # A copy, since the model's config is changed below and by placement, and a checkpoint is built more than once.
+        model = auto.from_config(copy.deepcopy(checkpoint.config), dtype=dtype, trust_remote_code=False)
     spec = find_spec(checkpoint.config.model_type)
     head = model.get_submodule(spec.head)
     if head.weight is model.get_submodule(spec.embedding).weight:
@@ -125,9 +128,18 @@ def _open_folder(folder: Path, *, identity: str, revision: str | None) -> Checkp
 
     if not (folder / "config.json").is_file():
         raise ValueError(f"model.path={folder}: holds no config.json; name a Hugging Face checkpoint folder")
+    find_spec(_model_type(folder / "config.json"))
     weights = SafetensorsWeights(safetensors_files(folder))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return _describe(config, weights, identity=identity, tokenizer=str(folder), revision=revision)
+
+
+def _model_type(file: Path) -> str:
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"model.path={file}: names no model_type ({reason}); fetch the model again") from None
 
 
 def _open_hub_or_folder(model: ModelConfig) -> Checkpoint:

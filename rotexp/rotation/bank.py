@@ -75,8 +75,8 @@ class RotationBank(nn.Module):
     def holding(self, matrices: Mapping[str, Tensor]) -> Iterator[None]:
         """Hold other values inside the block, and the present ones, bit for bit, after it."""
         before = self.snapshot()
-        self.assign(matrices)
         try:
+            self.assign(matrices)
             yield
         finally:
             self.assign(before)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rotexp.rotation.bank import Rotation
 from rotexp.rotation.norms import decoder_layers
 from rotexp.rotation.placement import RotatedModel
 
@@ -34,8 +35,8 @@ def trace(model: RotatedModel, token_ids: Tensor, *, rotate: bool) -> Trace:
     """
     with model.mode.set(rotate=rotate, quantize=False), _layer_outputs(model) as outputs:
         logits: Tensor = model.network(token_ids, use_cache=False).logits.float()
-    residual = model.bank["R1"] if rotate and "R1" in model.bank else None
-    return Trace(logits, [output if residual is None else output @ residual.mT for output in outputs])
+    residual = Rotation(model.bank, "R1") if rotate and "R1" in model.bank else None
+    return Trace(logits, [output if residual is None else residual.unrotate(output) for output in outputs])
 
 
 @contextmanager

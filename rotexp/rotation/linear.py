@@ -16,8 +16,9 @@ from rotexp.sharding.shards import local_rows
 class RotatedLinear(nn.Module):
     """A linear between two rotated bases, its weight and input fake-quantized.
 
-    With input rotation R, output rotation L and online Hadamard H it computes `Q(x H) Q(Lᵀ W R H)ᵀ + Lᵀ b` from the
-    frozen `weight` W (outputs, inputs) and `bias` b. Gradients reach the bank and x only.
+    With input rotation R and output rotation L it computes `Q(x) Q(Lᵀ W R)ᵀ + Lᵀ b` from the frozen `weight` W
+    (outputs, inputs) and `bias` b; with an online Hadamard H, which takes R's place, `Q(x H) Q(Lᵀ W H)ᵀ + Lᵀ b`.
+    Gradients reach the bank and x only.
 
     Attributes:
         input_rotation, output_rotation: None once merged, or where no rotation acts.
@@ -36,6 +37,7 @@ class RotatedLinear(nn.Module):
         online: HadamardTransform | None = None,
     ) -> None:
         super().__init__()
+        assert online is None or input_rotation is None, "a linear's input is rotated online or by a rotation, not both"
         self.weight = linear.weight
         self.bias = linear.bias
         self.mode = mode
@@ -86,7 +88,7 @@ class RotatedLinear(nn.Module):
         if self._unbaked is not None:
             self.online, self._unbaked = self._unbaked, None
             rows = local_rows(self.weight)
-            rows.copy_(self.online(rows.to(torch.float32)))
+            rows.copy_(self.online(rows.to(torch.promote_types(rows.dtype, torch.float32))))
 
     def merged(self) -> dict[str, Tensor]:
         """Return weight and bias with the rotations baked in (the whole parameters must be gathered)."""

@@ -13,7 +13,8 @@ from rotexp.sharding.shards import local_rows, reshard, whole
 def fold_norms(model: nn.Module, spec: ArchSpec) -> None:
     """Multiply every reader's weight by its norm's gain, column by column, and set the gain to one.
 
-    Works on any shard of rows; gains are gathered. The product is formed in float32 and stored in the weight's dtype.
+    Works on any shard of rows; gains are gathered. The product is formed in float32 (float64 for a float64 model) and
+    stored in the weight's dtype.
     """
     reshard(model)
     for layer in decoder_layers(model, spec):
@@ -25,11 +26,12 @@ def fold_norms(model: nn.Module, spec: ArchSpec) -> None:
 def _fold(norm: nn.Module, readers: list[nn.Module]) -> None:
     gain = norm.weight
     assert isinstance(gain, Tensor)
-    factors = whole(gain).to(torch.float32)
+    factors = whole(gain)
+    factors = factors.to(torch.promote_types(factors.dtype, torch.float32))
     for reader in readers:
         assert isinstance(reader.weight, Tensor)
         rows = local_rows(reader.weight)
-        rows.copy_(rows.to(torch.float32) * factors)
+        rows.copy_(rows.to(factors.dtype) * factors)
     local_rows(gain).fill_(1.0)
 
 

@@ -24,6 +24,7 @@ class WandbMirror:
 
     def __init__(self, config: TrackerConfig, folder: Path, *, plain_config: Mapping[str, Any]) -> None:
         self._run: Any = None
+        self._given_up = False
         self._guarded(lambda: self._open(config, folder, plain_config), seconds=2 * INIT_SECONDS)
 
     def log(self, row: Mapping[str, float], *, step: int) -> None:
@@ -58,7 +59,8 @@ class WandbMirror:
         for metric in METRICS:
             summary = None if "*" in wandb_pattern(metric) else metric.summary
             run.define_metric(wandb_pattern(metric), summary=summary)
-        self._run = run
+        if not self._given_up:
+            self._run = run
 
     def _guarded(self, call: Callable[[], object], *, seconds: float) -> None:
         """Run a call of W&B's aside, for so long; on failure or delay say so once and stop mirroring."""
@@ -74,7 +76,7 @@ class WandbMirror:
         thread.start()
         thread.join(seconds)
         if failure or thread.is_alive():
-            self._run = None
+            self._run, self._given_up = None, True
             reason = failure[0] if failure else f"no answer within {seconds:.0f} s"
             LOGGER.warning("W&B: %s; the run goes on without it, metrics.jsonl holds everything", reason)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from rotexp.config import OnDivergence
 from rotexp.rotation.bank import RotationBank
 from rotexp.sharding.communication import Communication
+from rotexp.sharding.shards import local_rows
+
+LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -19,17 +25,41 @@ class Divergence:
     Attributes:
         max_abs_diff: the largest difference between two ranks.
         names: the rotations that differ.
+        ranks: the ranks that differ from rank 0.
     """
 
-    max_abs_diff: float
-    names: tuple[str, ...]
+    max_abs_diff: float = 0.0
+    names: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    def line(self) -> str:
+        """Return it as one line for people."""
+        ranks = ", ".join(map(str, self.ranks))
+        return f"{', '.join(self.names)} differ from rank 0's on rank {ranks} by up to {self.max_abs_diff:.1e}"
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Euclidean norms of the gradients, scalars; `weights` is None where only rotations have gradients."""
+
+    total: Tensor
+    rotations: Tensor
+    weights: Tensor | None
 
 
 class Coordinator:
-    """Acts for one bank over the whole data-parallel world."""
+    """Acts for the bank of one model over the whole data-parallel world.
 
-    def __init__(self, bank: RotationBank, communication: Communication) -> None:
-        self.bank = bank
+    Raises:
+        ValueError: the model has no bank.
+    """
+
+    def __init__(self, model: nn.Module, communication: Communication) -> None:
+        banks = [(name, module) for name, module in model.named_modules() if isinstance(module, RotationBank)]
+        if len(banks) != 1:
+            raise ValueError(f"the model registers {len(banks)} rotation banks, not one; place rotations first")
+        self.model = model
+        self.prefix, self.bank = f"{banks[0][0]}.", banks[0][1]
         self.communication = communication
 
     @torch.no_grad()
@@ -68,34 +98,78 @@ class Coordinator:
         return mean_loss.reshape(())
 
     @torch.no_grad()
-    def clip(self, max_norm: float | None) -> Tensor:
-        """Scale the rotations' gradients so that their joint Euclidean norm is at most `max_norm`.
+    def clip(self, max_norm: float | None) -> Norms:
+        """Scale all gradients by one coefficient, so that their joint Euclidean norm is at most `max_norm`.
 
         Returns:
-            The norm before, a scalar; the same bits on every rank.
+            The norms before; the same bits on every rank.
         """
-        gradients = [parameter.grad for _, parameter in self.bank.items() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if max_norm is not None and gradients:
-            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        rotations = {f"{self.prefix}{name}" for name, _ in self.bank.items()}
+        rotation_part = _squared_norm([grad for name, grad in gradients.items() if name in rotations])
+        weights = [grad for name, grad in gradients.items() if name not in rotations]
+        weight_part = self._squared_weight_norm(weights) if weights else None
+        total = (rotation_part if weight_part is None else rotation_part + weight_part).sqrt()
+        if max_norm is not None:
+            coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+            for gradient in gradients.values():
+                local_rows(gradient).mul_(coefficient)
+        return Norms(total, rotation_part.sqrt(), None if weight_part is None else weight_part.sqrt())
+
+    def _squared_weight_norm(self, gradients: list[Tensor]) -> Tensor:
+        """Add up whole gradients once, and the shards of the others over all ranks (a collective if there are any)."""
+        whole = _squared_norm([grad for grad in gradients if not isinstance(grad, DTensor)])
+        shards = [grad for grad in gradients if isinstance(grad, DTensor)]
+        if not shards:
+            return whole
+        mesh = shards[0].device_mesh
+        local = _squared_norm([grad.to_local() for grad in shards])
+        return whole + self.communication.reduce_(local) / (mesh.size() // mesh.size(mesh.ndim - 1))
 
     @torch.no_grad()
     def divergence(self) -> Divergence:
         """Compare the ranks' rotations by digests of 8 bytes each; only if those differ, number by number."""
         rotations = dict(self.bank.items())
         if not rotations or self.communication.world_size == 1:
-            return Divergence(0.0, ())
+            return Divergence()
         digests = torch.stack([bit_digest(matrix) for matrix in rotations.values()])
         highest, inverted_lowest = self.communication.reduce_(torch.stack([digests, ~digests]), "max")
         differing = (highest != ~inverted_lowest).tolist()
         names = tuple(name for name, differs in zip(rotations, differing, strict=True) if differs)
-        return Divergence(max((self._max_abs_diff(rotations[name]) for name in names), default=0.0), names)
+        if not names:
+            return Divergence()
+        return Divergence(
+            max_abs_diff=max(self._max_abs_diff(rotations[name]) for name in names),
+            names=names,
+            ranks=self._odd_ranks(digests),
+        )
+
+    def settle(self, divergence: Divergence, policy: OnDivergence, *, step: int) -> None:
+        """Do what the policy says about a divergence; every rank comes to the same decision.
+
+        Raises:
+            ArithmeticError: the policy is `raise`.
+        """
+        if not divergence.names:
+            return
+        text = f"step {step}: {divergence.line()}"
+        if policy is OnDivergence["raise"]:
+            raise ArithmeticError(f"{text}; metrics.on_divergence=log or rebroadcast goes on")
+        LOGGER.warning(text)
+        if policy is OnDivergence["rebroadcast"]:
+            self.broadcast()
 
     def _max_abs_diff(self, matrix: Tensor) -> float:
         highest = self.communication.reduce_(matrix.detach().clone(), "max")
         lowest = self.communication.reduce_(matrix.detach().clone(), "min")
         return float((highest - lowest).abs().max())
+
+    def _odd_ranks(self, digests: Tensor) -> tuple[int, ...]:
+        """Return the ranks whose digests differ from rank 0's."""
+        every = torch.zeros(self.communication.world_size, len(digests), dtype=digests.dtype, device=digests.device)
+        every[self.communication.rank] = digests
+        odd = (self.communication.reduce_(every) != every[0]).any(1)
+        return tuple(odd.nonzero().flatten().tolist())
 
 
 def bit_digest(matrix: Tensor) -> Tensor:
@@ -106,6 +180,16 @@ def bit_digest(matrix: Tensor) -> Tensor:
     bits = matrix.detach().contiguous().view(torch.int32 if matrix.dtype == torch.float32 else torch.int64)
     weights = torch.arange(1, 2 * len(bits), 2, device=bits.device)
     return (bits.sum(1) * weights).sum() + 31 * (bits.sum(0) * weights).sum()
+
+
+def _squared_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of all numbers, a float32 scalar (float64 if a gradient is)."""
+    squares = [torch.linalg.vector_norm(gradient, dtype=_accumulator(gradient)).square() for gradient in gradients]
+    return torch.stack(squares).sum() if squares else torch.zeros(())
+
+
+def _accumulator(gradient: Tensor) -> torch.dtype:
+    return torch.promote_types(gradient.dtype, torch.float32)
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -19,7 +19,8 @@ from rotexp.data.blocks import BlockDataset, BlockSampler, TokenBlocks
 from rotexp.metrics.rotations import rotation_metrics
 from rotexp.rotation.placement import RotatedModel
 from rotexp.sharding.communication import Communication
-from rotexp.training.coordinator import Coordinator
+from rotexp.sync.guard import GuardCounts, UnshardGuard
+from rotexp.training.coordinator import Coordinator, Norms
 
 Log = Callable[[int, dict[str, float]], None]
 """Takes a step, counted from 1, and its metrics."""
@@ -46,16 +47,17 @@ def train(
     accelerator: Accelerator,
     communication: Communication,
     log: Log,
+    guard: UnshardGuard | None = None,
 ) -> TrainResult:
     """Train the model's rotations on token blocks (blocks, tokens), and project them onto the orthogonal group.
 
     Raises:
         FloatingPointError: the loss is not finite; all ranks raise alike.
     """
-    coordinator = Coordinator(model.bank, communication)
+    coordinator = Coordinator(model.network, communication)
     optimizer, scheduler = _optimizer(model, config)
     objective = build(config.objective)
-    meter = _Meter(model, config, coordinator)
+    meter = _Meter(model, config, coordinator, guard)
     result = TrainResult()
     began = time.perf_counter()
     with model.mode.set(rotate=True, quantize=True):
@@ -70,7 +72,7 @@ def train(
             mean_loss = coordinator.consolidate(share).item()
             _require_finite(mean_loss, step=len(result.losses) + 1)
             with communication.equal_threads():
-                norm = coordinator.clip(config.train.max_grad_norm)
+                norms = coordinator.clip(config.train.max_grad_norm)
                 optimizer.step()
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()
@@ -79,7 +81,7 @@ def train(
             result.losses.append(mean_loss)
             step = len(result.losses)
             _refresh(model, config, step)
-            row = meter.row(step, loss=mean_loss, norm=norm, learning_rate=learning_rate)
+            row = meter.row(step, loss=mean_loss, norms=norms, learning_rate=learning_rate)
             if step % config.train.log_every == 0 or step == config.train.steps:
                 log(step, row)
         optimizer.project()
@@ -120,7 +122,11 @@ def _require_finite(loss: float, *, step: int) -> None:
 class _Meter:
     """Measures steps."""
 
-    def __init__(self, model: RotatedModel, config: Config, coordinator: Coordinator) -> None:
+    def __init__(
+        self, model: RotatedModel, config: Config, coordinator: Coordinator, guard: UnshardGuard | None
+    ) -> None:
+        self.guard = guard
+        self.seen = self._guard_totals()
         self.model = model
         self.config = config
         self.coordinator = coordinator
@@ -140,32 +146,42 @@ class _Meter:
                 return
             yield batch
 
-    def row(self, step: int, *, loss: float, norm: Tensor, learning_rate: float) -> dict[str, float]:
+    def row(self, step: int, *, loss: float, norms: Norms, learning_rate: float) -> dict[str, float]:
         """Return the metrics of the step that ends now, and begin the next."""
         config, communication = self.config, self.coordinator.communication
-        total = norm.item()
         seconds = time.perf_counter() - self.step_began
         tokens = config.data.global_batch_size * config.data.sequence_length
         row: dict[str, float] = {
             "train/loss": loss,
             "train/lr": learning_rate,
             "train/tokens": step * tokens,
-            "grad_norm/total": total,
-            "grad_norm/rotations": total,
+            "grad_norm/total": norms.total.item(),
+            "grad_norm/rotations": norms.rotations.item(),
             "throughput/tokens_per_s": tokens / seconds,
             "throughput/tokens_per_s_per_device": tokens / seconds / communication.world_size,
             "time/step_s": seconds,
             "time/data_s": self.data_seconds,
             "comm/num_collectives": communication.num_collectives - self.collectives,
             "comm/bytes": communication.num_bytes - self.bytes,
-            "sync/num_unshards": 0,
-            "sync/num_barriers": 0,
+            **self._guard_row(),
         }
+        if norms.weights is not None:
+            row["grad_norm/weights"] = norms.weights.item()
         if step % config.metrics.divergence_every == 0 or step == config.train.steps:
             divergence = self.coordinator.divergence()
+            self.coordinator.settle(divergence, config.metrics.on_divergence, step=step)
             row |= {"replica/max_abs_diff": divergence.max_abs_diff, "replica/num_divergent": len(divergence.names)}
         if step % config.metrics.rotation_every == 0 or step == config.train.steps:
             row |= rotation_metrics(self.model.bank.snapshot(), self.start)
         self.collectives, self.bytes = communication.num_collectives, communication.num_bytes
         self.data_seconds, self.step_began = 0.0, time.perf_counter()
         return row
+
+    def _guard_totals(self) -> tuple[int, int, float]:
+        counts = self.guard.counts if self.guard else GuardCounts()
+        return counts.num_unshards, counts.barriers, counts.seconds
+
+    def _guard_row(self) -> dict[str, float]:
+        before, self.seen = self.seen, self._guard_totals()
+        unshards, barriers, seconds = (now - then for now, then in zip(self.seen, before, strict=True))
+        return {"sync/num_unshards": unshards, "sync/num_barriers": barriers, "time/sync_s": seconds}

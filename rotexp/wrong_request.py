@@ -1,0 +1,187 @@
+"""Say in one line what was wrong with a request: the key, the value, what is allowed, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
+from omegaconf import BooleanNode, DictConfig, EnumNode, FloatNode, IntegerNode, ListConfig, Node, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    InterpolationValidationError,
+    OmegaConfBaseException,
+)
+
+from rotexp.config import COMPONENTS, Config, UnknownKeyError
+
+KINDS = {IntegerNode: "a whole number", FloatNode: "a number", BooleanNode: "true or false", ListConfig: "a list"}
+"""What a key takes, by the node that holds its value."""
+
+
+def check_overrides(lines: Sequence[str], *, sweep: bool) -> None:
+    """Refuse overrides that Hydra would take in another sense than the one meant, or refuse without a remedy.
+
+    Args:
+        sweep: whether several values are run one after the other.
+
+    Raises:
+        ValueError: one is refused.
+        OverrideParseException: one cannot be parsed.
+    """
+    given: dict[str, str] = {}
+    for override in OverridesParser.create().parse_overrides(list(lines)):
+        if override.is_hydra_override():
+            sweep |= override.input_line == "hydra.mode=MULTIRUN"
+            continue
+        fault = _fault(override, sweep=sweep)
+        key, line = override.key_or_group, str(override.input_line)
+        if given.setdefault(key, line) != line:
+            fault = f"given twice, before as {given[key]}; keep one"
+        if fault:
+            raise ValueError(f"{line}: {fault}")
+
+
+def _fault(override: Override, *, sweep: bool) -> str:
+    key, line = override.key_or_group, str(override.input_line)
+    if not key:
+        return "has no key; write key=value"
+    if override.is_add():
+        return f"+ adds keys, and every key there is exists already; write {line.lstrip('+')}"
+    if override.is_delete():
+        return f"~ removes keys, and every key is needed; choose another value, {key}=…"
+    if override.is_sweep_override():
+        return "" if sweep else "several values; add -m to run one after the other, or quote them"
+    if key in groups() and not isinstance(override.value(), (str, dict)):
+        return f"must be an option of {key}; choose one of {', '.join(groups()[key])}"
+    return ""
+
+
+def explain(error: Exception) -> str:
+    """Say what was wrong with a request, from what Hydra, OmegaConf, the system or rotexp raised."""
+    match error:
+        case UnknownKeyError():
+            return _no_such_key(error.key, shown=error.key)
+        case MissingConfigException() if error.missing_cfg_file:
+            return _no_such_option(error.missing_cfg_file, list(error.options or ()))
+        case OverrideParseException():
+            return _not_parsed(error.override)
+        case ConfigCompositionException():
+            return _not_composed(error)
+        case InterpolationResolutionError() if not isinstance(error, InterpolationValidationError):
+            return f"{error.full_key}: {_first_line(str(error.msg))}; correct the reference"
+        case OmegaConfBaseException() if error.full_key:
+            return _wrong_value(error.full_key, shown=error.full_key, reason=str(error.msg))
+        case OSError() if error.filename:
+            return f"{error.filename}: {error.strerror}; check the path and its permissions"
+    return str(error)
+
+
+def _not_composed(error: ConfigCompositionException) -> str:
+    """Explain why Hydra could not merge an override or a file."""
+    text, cause = str(error), error.__cause__ or error.__context__
+    override = text.rpartition("To append to your config use +")[2] if "To append to your config" in text else ""
+    if text.startswith("Could not override"):
+        key = text.split("'")[1]
+        return _no_such_key(getattr(cause, "full_key", None) or key, shown=override or key)
+    if not isinstance(cause, OmegaConfBaseException):
+        return text
+    shown = text.removeprefix("Error merging override ") if text.startswith("Error merging") else str(cause.full_key)
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
+        return _no_such_key(str(cause.full_key), shown=shown)
+    return _wrong_value(str(cause.full_key or shown.partition("=")[0]), shown=shown, reason=str(cause.msg or cause))
+
+
+def _no_such_option(path: str, options: list[str]) -> str:
+    group, _, option = path.rpartition("/")
+    if not group:
+        return f"--config-name {option}: no such config; name one that lies in --config-dir, or leave it out"
+    options = [name for name in options if name != "__init__"] or groups().get(group, [])
+    return f"{group}={option}: no such option; choose one of {', '.join(options)}{_nearest(option, options)}"
+
+
+def _no_such_key(key: str, *, shown: str) -> str:
+    owners = [
+        f"{group}={name}"
+        for group, options in COMPONENTS.items()
+        for name, schema in options.items()
+        if key in {found for found, _ in _walk(OmegaConf.structured(schema), f"{group}.")}
+    ]
+    if owners:
+        return f"{shown}: the chosen {key.partition('.')[0]} has no such key, only {' and '.join(owners)} has; choose it"
+    known, last = list(schema_nodes()), key.rpartition(".")[2]
+    same_name = [name for name in known if name.rpartition(".")[2] == last]
+    near = _nearest(key, known, first=same_name)
+    return f"{shown}: no such key; {'correct it' if near else '--cfg job shows all of them'}{near}"
+
+
+def _wrong_value(key: str, *, shown: str, reason: str) -> str:
+    node = schema_nodes().get(key)
+    return f"{shown}: {_first_line(reason)}; change it" if node is None else f"{shown}: must be {_allowed(key, node)}"
+
+
+def _allowed(key: str, node: Node) -> str:
+    """Say what a key takes, and what to do."""
+    if isinstance(node, DictConfig):
+        return f"set key by key; name one of {', '.join(f'{key}.{name}' for name in node)}"
+    if isinstance(node, EnumNode):
+        choices: type[Enum] = node.enum_type
+        kind = f"one of {', '.join(choice.name for choice in choices)}"
+    else:
+        kind = next((kind for cls, kind in KINDS.items() if isinstance(node, cls)), "text")
+    return f"{kind}{' or null' if node._is_optional() else ''}; change it or leave it out"
+
+
+def _not_parsed(override: str) -> str:
+    key, equals, value = override.partition("=")
+    if equals:
+        return f"{override}: the value cannot be parsed; quote it, as in '{key}=\"{value}\"'"
+    if key in groups() or key in schema_nodes():
+        return f"{override}: has no value; write {key}=…"
+    return f"{override}: is not of the form key=value; write it so, and quote values with spaces"
+
+
+def _nearest(word: str, choices: Sequence[str], *, first: Sequence[str] = ()) -> str:
+    near = list(dict.fromkeys([*first, *difflib.get_close_matches(word, choices, n=3)]))[:3]
+    return f" (nearest: {', '.join(near)})" if near else ""
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+@cache
+def groups() -> dict[str, list[str]]:
+    """Return the config groups that come with rotexp, and the options of each."""
+    folders = [folder for folder in files("rotexp.conf").iterdir() if folder.is_dir()]
+    options = {
+        folder.name: sorted(file.name[:-5] for file in folder.iterdir() if file.name.endswith(".yaml"))
+        for folder in folders
+    }
+    return {group: names for group, names in sorted(options.items()) if names}
+
+
+@cache
+def schema_nodes() -> dict[str, Node]:
+    """Return every key of the schema, components included, with the node that holds its default."""
+    nodes = dict(_walk(OmegaConf.structured(Config), ""))
+    for group, options in COMPONENTS.items():
+        for schema in options.values():
+            nodes.update(_walk(OmegaConf.structured(schema), f"{group}."))
+    return nodes
+
+
+def _walk(node: Any, prefix: str) -> Iterator[tuple[str, Node]]:
+    for key in node:
+        child = node._get_node(key)
+        yield f"{prefix}{key}", child
+        if isinstance(child, DictConfig):
+            yield from _walk(child, f"{prefix}{key}.")

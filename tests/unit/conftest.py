@@ -1,0 +1,95 @@
+"""Small Llama models whose every parameter is random, as Hugging Face makes them and as rotexp prepares them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rotexp.config import QuantConfig, RotationConfig
+from rotexp.models.arch import LLAMA
+from rotexp.models.checkpoint import Checkpoint
+from rotexp.models.load import build_model
+from rotexp.models.materialize import materialize
+from rotexp.rotation.merge import bake_online
+from rotexp.rotation.norms import fold_norms
+from rotexp.rotation.placement import RotatedModel, place
+
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class TensorWeights:
+    """Weights that lie in memory."""
+
+    tensors: dict[str, Tensor]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        return self.tensors[name][rows]
+
+
+@pytest.fixture(scope="session")
+def llama() -> Callable[..., LlamaForCausalLM]:
+    """Make a small Llama; biases, norm gains and weights are random, for fresh ones would hide folding bugs."""
+
+    @torch.no_grad()
+    def make(*, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> LlamaForCausalLM:
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE | config)).to(dtype)
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                fan_in = parameter.shape[1] if parameter.ndim == 2 and "embed" not in name else 1
+                parameter.normal_(std=fan_in**-0.5, generator=generator)
+        return model.eval().requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def rotated() -> Callable[..., RotatedModel]:
+    """Build a source model anew with rotations and quantizers in place; `ready` also folds norms and bakes Hadamards."""
+
+    def make(
+        source: LlamaForCausalLM,
+        rotation: RotationConfig | None = None,
+        quant: QuantConfig | None = None,
+        *,
+        seed: int = 0,
+        ready: bool = True,
+    ) -> RotatedModel:
+        tied = source.lm_head.weight is source.model.embed_tokens.weight
+        aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+        weights = TensorWeights({name: parameter.detach() for name, parameter in source.named_parameters()})
+        checkpoint = Checkpoint("test", source.config, weights, "", aliases=aliases)
+        network = build_model(checkpoint, dtype=source.dtype)
+        model = place(network, LLAMA, rotation or RotationConfig(), quant or QuantConfig(), seed=seed)
+        materialize(network, checkpoint, device=torch.device("cpu"))
+        if ready:
+            fold_norms(network, LLAMA)
+            bake_online(model)
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def token_ids() -> Tensor:
+    """Token ids (3, 10)."""
+    return torch.randint(SHAPE["vocab_size"], (3, 10), generator=torch.Generator().manual_seed(5))
