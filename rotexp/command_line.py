@@ -48,8 +48,10 @@ def run_command(job: Callable[[DictConfig], int]) -> None:
     try:
         _check_command_line()
         hydra.main(config_path="pkg://rotexp.conf", config_name="config", version_base="1.3")(run)()
-    except REFUSALS as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         refuse(explain(error))
+    except OSError as error:  # Hydra makes the folder before it calls the job
+        refuse(f"hydra.run.dir={error.filename}: cannot be made ({error.strerror}); choose another folder")
     sys.exit(max(codes))
 
 
@@ -80,6 +82,8 @@ def _check_command_line() -> None:
         raise ValueError(f"{unknown[0]}: no such flag (--hydra-help lists them); values are set by key=value")
     if known.config_dir and not Path(known.config_dir).is_dir():
         raise ValueError(f"--config-dir {known.config_dir}: no such folder; name the folder that holds your configs")
+    if known.config_path:
+        raise ValueError(f"--config-path {known.config_path}: would hide rotexp's own configs; use --config-dir")
     check_overrides(known.overrides, sweep=known.multirun)
 
 

@@ -5,10 +5,13 @@ Nothing here imports torch or transformers, so that `--help` and `--cfg job` ans
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
 import importlib
+import importlib.util
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -358,21 +361,43 @@ def writable(schema: Any) -> DictConfig:
     return config
 
 
+class UnknownKeyError(ValueError):
+    """A key that the schema does not have."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"{key}: no such key; remove it")
+        self.key = key
+
+
 def to_config(composed: DictConfig) -> Config:
     """Turn Hydra's composition into frozen dataclasses, file names made absolute, and check it.
 
     Raises:
         ValueError: a value, or a combination of values, that cannot be used.
     """
-    missing = sorted(OmegaConf.missing_keys(composed))
-    if missing:
-        raise ValueError(f"{missing[0]} has no value: set {missing[0]}=…")
+    if OmegaConf.get_type(composed) is not Config:
+        raise ValueError("the configuration is not based on the schema; begin its defaults list with `- schema`")
+    if unknown := next(_unknown_keys(composed), None):
+        raise UnknownKeyError(unknown)
+    if missing := sorted(OmegaConf.missing_keys(composed)):
+        group = missing[0].partition(".")[0]
+        raise ValueError(f"{missing[0]}: has no value; choose one by {group}=OPTION, or set {missing[0]}=…")
     config = OmegaConf.to_object(composed)
-    if not isinstance(config, Config):
-        raise TypeError("the configuration is not based on the schema: its defaults list must begin with `schema`")
+    assert isinstance(config, Config)
     config = dataclasses.replace(config, data=_absolute_files(config.data))
     validate(config)
     return config
+
+
+def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the keys that are in no dataclass; Hydra's `++` adds such, and files of the user's own may."""
+    schema = OmegaConf.get_type(node)
+    known = {option.name for option in dataclasses.fields(schema)} if dataclasses.is_dataclass(schema) else set()
+    for key in node:
+        if key not in known:
+            yield f"{prefix}{key!s}"
+        elif isinstance(child := node._get_node(key), DictConfig) and not child._is_none():
+            yield from _unknown_keys(child, f"{prefix}{key}.")
 
 
 def _absolute_files(data: DataConfig) -> DataConfig:
@@ -405,28 +430,35 @@ def build(component: Any, *arguments: Any) -> Any:
     """Call what `component._target_` names with `arguments` and the component's other fields.
 
     Raises:
-        ValueError: the target is outside the allow-list or does not exist; nothing was imported or called then.
+        ValueError: the target is not allowed; nothing was imported or called then.
     """
-    target = check_target(component)
-    module, _, name = target.rpartition(".")
-    try:
-        factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"_target_={target} does not exist ({error}): name a class of this installation") from None
+    module, _, name = check_target(component).rpartition(".")
+    factory = getattr(importlib.import_module(module), name)
     options = {option.name: getattr(component, option.name) for option in dataclasses.fields(component)}
     return factory(*arguments, **{key: value for key, value in options.items() if key not in ("name", "_target_")})
 
 
-def check_target(component: Any) -> str:
-    """Return the component's `_target_` if it is on the allow-list.
+def check_target(component: Any, *, key: str = "_target_") -> str:
+    """Return the component's `_target_` if it names a class that a module of the allow-list itself defines.
+
+    The module's text is read, not run: what it imports cannot be reached through it.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it does not.
     """
-    target = str(component._target_)
-    if not target.startswith(ALLOWED_TARGETS) or not all(part.isidentifier() for part in target.split(".")):
-        raise ValueError(f"_target_={target} is not allowed: it must begin with {' or '.join(ALLOWED_TARGETS)}")
+    target = str(getattr(component, "_target_", None))
+    allowed = f"a class of {' or '.join(prefix.rstrip('.') for prefix in ALLOWED_TARGETS)}"
+    module, _, name = target.rpartition(".")
+    inside = target.startswith(ALLOWED_TARGETS) and module.count(".") == 2
+    _require(inside and name in _classes(module), key, target, allowed, "leave it as the option sets it")
     return target
+
+
+def _classes(module: str) -> set[str]:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return set()
+    return {node.name for node in ast.parse(Path(spec.origin).read_bytes()).body if isinstance(node, ast.ClassDef)}
 
 
 def validate(config: Config) -> None:
@@ -452,7 +484,7 @@ def validate(config: Config) -> None:
     _validate_launch(config)
     for group in COMPONENTS:
         component = getattr(config, group)
-        check_target(component)
+        check_target(component, key=f"{group}._target_")
         if hasattr(component, "validate"):
             component.validate(group)
 
@@ -519,7 +551,8 @@ def mesh_sizes(sharding: ShardingConfig, *, world_size: int, ranks_per_node: int
 
 def _require(condition: bool, key: str, value: object, allowed: str, remedy: str) -> None:
     if not condition:
-        raise ValueError(f"{key}={value}: must be {allowed}; {remedy}")
+        shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+        raise ValueError(f"{key}={shown}: must be {allowed}; {remedy}")
 
 
 def _validate_model(model: ModelConfig) -> None:
@@ -557,13 +590,19 @@ def _validate_quant(quant: QuantConfig) -> None:
 def _validate_rotation(config: Config) -> None:
     rotation, steps = config.rotation, config.train.steps
     if rotation.learned and steps:
-        _require(rotation.r1 or rotation.r2, "rotation.learned", True, "with r1 or r2", "set rotation.learned=false")
+        _require(
+            rotation.r1 or rotation.r2,
+            "rotation.learned",
+            True,
+            "false when neither rotation.r1 nor rotation.r2 is on",
+            "set rotation=none, or one of the two",
+        )
         _require(
             config.quant.enabled,
             "quant",
             config.quant.name,
             "something that quantizes when rotations are trained",
-            "set train.steps=0 or another quant",
+            "set another quant, rotation=hadamard or train.steps=0",
         )
 
 
@@ -614,6 +653,6 @@ def _validate_launch(config: Config) -> None:
         value = getattr(launch, name)
         _require(value is None or value >= 1, f"launch.{name}", value, "at least 1 or null", "null decides by itself")
     minutes = launch.timeout_minutes
-    _require(minutes > 0, "launch.timeout_minutes", minutes, "above 0", "it bounds every collective")
+    _require(0 < minutes <= 1e6, "launch.timeout_minutes", minutes, "above 0 and at most 1e6", "the default is 30")
     if launch.kind is LaunchKind.inline:
         _require(launch.nproc in (None, 1), "launch.nproc", launch.nproc, "1 for launch=inline", "use launch=elastic")

@@ -20,6 +20,7 @@ from omegaconf.errors import (
     InterpolationValidationError,
     OmegaConfBaseException,
 )
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rotexp.config import COMPONENTS, Config, UnknownKeyError
 
@@ -55,12 +56,14 @@ def _fault(override: Override, *, sweep: bool) -> str:
     if not key:
         return "has no key; write key=value"
     if override.is_add():
-        return f"+ adds keys, and every key there is exists already; write {line.lstrip('+')}"
+        if key not in groups() and key not in schema_nodes():
+            raise ValueError(_no_such_key(key, override=line))
+        return f"+ adds keys, and this one exists; write {line.lstrip('+')}"
     if override.is_delete():
         return f"~ removes keys, and every key is needed; choose another value, {key}=…"
     if override.is_sweep_override():
         return "" if sweep else "several values; add -m to run one after the other, or quote them"
-    if key in groups() and not isinstance(override.value(), (str, dict)):
+    if key in groups() and not isinstance(override.value(), (str, list, dict)):
         return f"must be an option of {key}; choose one of {', '.join(groups()[key])}"
     return ""
 
@@ -69,7 +72,7 @@ def explain(error: Exception) -> str:
     """Say what was wrong with a request, from what Hydra, OmegaConf, the system or rotexp raised."""
     match error:
         case UnknownKeyError():
-            return _no_such_key(error.key, shown=error.key)
+            return _no_such_key(error.key)
         case MissingConfigException() if error.missing_cfg_file:
             return _no_such_option(error.missing_cfg_file, list(error.options or ()))
         case OverrideParseException():
@@ -80,6 +83,8 @@ def explain(error: Exception) -> str:
             return f"{error.full_key}: {_first_line(str(error.msg))}; correct the reference"
         case OmegaConfBaseException() if error.full_key:
             return _wrong_value(error.full_key, shown=error.full_key, reason=str(error.msg))
+        case YAMLError():
+            return f"{error}; correct the file"
         case OSError() if error.filename:
             return f"{error.filename}: {error.strerror}; check the path and its permissions"
     return str(error)
@@ -88,39 +93,45 @@ def explain(error: Exception) -> str:
 def _not_composed(error: ConfigCompositionException) -> str:
     """Explain why Hydra could not merge an override or a file."""
     text, cause = str(error), error.__cause__ or error.__context__
-    override = text.rpartition("To append to your config use +")[2] if "To append to your config" in text else ""
     if text.startswith("Could not override"):
+        override = text.partition("To append to your config use +")[2]
         key = text.split("'")[1]
-        return _no_such_key(getattr(cause, "full_key", None) or key, shown=override or key)
+        return _no_such_key(getattr(cause, "full_key", None) or key, override=override)
     if not isinstance(cause, OmegaConfBaseException):
         return text
-    shown = text.removeprefix("Error merging override ") if text.startswith("Error merging") else str(cause.full_key)
+    override = text.partition("Error merging override ")[2]
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
-        return _no_such_key(str(cause.full_key), shown=shown)
-    return _wrong_value(str(cause.full_key or shown.partition("=")[0]), shown=shown, reason=str(cause.msg or cause))
+        return _no_such_key(str(cause.full_key), override=override)
+    key = str(cause.full_key or override.partition("=")[0])
+    return _wrong_value(key, shown=override or key, reason=str(cause.msg or cause))
 
 
 def _no_such_option(path: str, options: list[str]) -> str:
     group, _, option = path.rpartition("/")
-    if not group:
-        return f"--config-name {option}: no such config; name one that lies in --config-dir, or leave it out"
     options = [name for name in options if name != "__init__"] or groups().get(group, [])
+    if not options:
+        return f"--config-name {path}: no such config; name one that lies in --config-dir, or leave it out"
     return f"{group}={option}: no such option; choose one of {', '.join(options)}{_nearest(option, options)}"
 
 
-def _no_such_key(key: str, *, shown: str) -> str:
+def _no_such_key(key: str, *, override: str = "") -> str:
+    shown = override or key
     owners = [
         f"{group}={name}"
         for group, options in COMPONENTS.items()
         for name, schema in options.items()
-        if key in {found for found, _ in _walk(OmegaConf.structured(schema), f"{group}.")}
+        if key in dict(_walk(OmegaConf.structured(schema), f"{group}."))
     ]
     if owners:
-        return f"{shown}: the chosen {key.partition('.')[0]} has no such key, only {' and '.join(owners)} has; choose it"
-    known, last = list(schema_nodes()), key.rpartition(".")[2]
-    same_name = [name for name in known if name.rpartition(".")[2] == last]
-    near = _nearest(key, known, first=same_name)
-    return f"{shown}: no such key; {'correct it' if near else '--cfg job shows all of them'}{near}"
+        group = key.partition(".")[0]
+        return f"{shown}: the chosen {group} has no such key; choose {' or '.join(owners)}, or leave it out"
+    parent, _, last = key.rpartition(".")
+    known = [name for name in schema_nodes() if not key.startswith(f"{name}.")]
+    siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
+    siblings += [] if parent else [group for group in groups() if group not in siblings]
+    allowed = f"{parent or 'the configuration'} has {', '.join(siblings)}" if siblings else "--cfg job shows them all"
+    near = _nearest(key.partition("@")[0], known, first=[name for name in known if name.rpartition(".")[2] == last])
+    return f"{shown}: no such key; {allowed}; correct it or leave it out{near}"
 
 
 def _wrong_value(key: str, *, shown: str, reason: str) -> str:
@@ -131,7 +142,7 @@ def _wrong_value(key: str, *, shown: str, reason: str) -> str:
 def _allowed(key: str, node: Node) -> str:
     """Say what a key takes, and what to do."""
     if isinstance(node, DictConfig):
-        return f"set key by key; name one of {', '.join(f'{key}.{name}' for name in node)}"
+        return f"set key by key; name one of {', '.join(f'{key}.{name}' for name in map(str, node))}"
     if isinstance(node, EnumNode):
         choices: type[Enum] = node.enum_type
         kind = f"one of {', '.join(choice.name for choice in choices)}"
@@ -143,7 +154,8 @@ def _allowed(key: str, node: Node) -> str:
 def _not_parsed(override: str) -> str:
     key, equals, value = override.partition("=")
     if equals:
-        return f"{override}: the value cannot be parsed; quote it, as in '{key}=\"{value}\"'"
+        unquoted = value.strip("'\"")
+        return f"{override}: the value cannot be parsed; quote it, as in '{key}=\"{unquoted}\"'"
     if key in groups() or key in schema_nodes():
         return f"{override}: has no value; write {key}=…"
     return f"{override}: is not of the form key=value; write it so, and quote values with spaces"

@@ -133,7 +133,7 @@ def safetensors_files(folder: Path) -> tuple[Path, ...]:
     """Return the safetensors files of a checkpoint folder, single or by index.
 
     Raises:
-        ValueError: there are none, or a file the index names is missing.
+        ValueError: there are none, the index cannot be read, or a file it names is missing.
     """
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
@@ -144,10 +144,18 @@ def safetensors_files(folder: Path) -> tuple[Path, ...]:
                 f"model.path={folder}: {held}; a folder with config.json and model.safetensors (or its index) is needed"
             )
         return (single,)
-    files = tuple(sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()}))
+    files = tuple(sorted({folder / name for name in _indexed(index)}))
     if absent := [file.name for file in files if not file.is_file()]:
         raise ValueError(f"model.path={folder}: {', '.join(absent)} of its index is missing; fetch the model again")
     return files
+
+
+def _indexed(index: Path) -> list[str]:
+    try:
+        return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"model.path={index}: names no files of weights ({reason}); fetch the model again") from None
 
 
 def check_names(

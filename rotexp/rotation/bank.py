@@ -24,7 +24,7 @@ class RotationBank(nn.Module):
 
         Args:
             name: a Python identifier such as `R1` or `R2_7`.
-            matrix: (n, n), float32 or float64; a parameter is taken as it is.
+            matrix: (n, n), float32 or float64; a parameter is taken as it is, a tensor copied.
 
         Raises:
             ValueError: the name is taken, the matrix belongs to another rotation or is no square float32/float64 one.
@@ -38,7 +38,9 @@ class RotationBank(nn.Module):
         owner = next((other for other, parameter in self.items() if parameter is matrix), None)
         if owner is not None:
             raise ValueError(f"rotation {name}: its parameter is already {owner}; one parameter is one rotation")
-        self.register_parameter(name, matrix if isinstance(matrix, nn.Parameter) else nn.Parameter(matrix.contiguous()))
+        if not isinstance(matrix, nn.Parameter):
+            matrix = nn.Parameter(matrix.detach().clone(memory_format=torch.contiguous_format))
+        self.register_parameter(name, matrix)
         return Rotation(self, name)
 
     def __getitem__(self, name: str) -> nn.Parameter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def check_invariance(original: Trace, prepared: Trace, *, layers: str, dtype: to
     if error <= limit:
         return error
     errors = [relative_error(*pair) for pair in zip(original.layers, prepared.layers, strict=True)]
-    worst = max(range(len(errors)), key=errors.__getitem__)
+    worst = max(range(len(errors)), key=lambda index: (math.isnan(errors[index]), errors[index]))
     first = next((index for index, value in enumerate(errors) if not value <= limit), None)
     where = "every layer is within it, so look at the head" if first is None else f"first exceeded in {layers}.{first}"
     raise ArithmeticError(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rotexp.config import QuantConfig, RotationConfig
 from rotexp.models.arch import LLAMA
@@ -49,7 +49,7 @@ def llama() -> Callable[..., LlamaForCausalLM]:
 
     @torch.no_grad()
     def make(*, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> LlamaForCausalLM:
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE | config)).to(dtype)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE | config), dtype=dtype)
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -64,7 +64,7 @@ def llama() -> Callable[..., LlamaForCausalLM]:
 
 @pytest.fixture(scope="session")
 def rotated() -> Callable[..., RotatedModel]:
-    """Build a source model anew with rotations and quantizers in place; `ready` also folds norms and bakes Hadamards."""
+    """Build a source model anew with rotations and quantizers placed; `ready` also folds norms and bakes Hadamards."""
 
     def make(
         source: LlamaForCausalLM,

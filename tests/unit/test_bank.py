@@ -145,6 +145,15 @@ def test_a_parameter_belongs_to_one_rotation(bank: RotationBank) -> None:
     assert "R9" not in bank
 
 
+def test_a_tensor_is_copied_so_that_rotations_never_share_memory(bank: RotationBank) -> None:
+    matrix = orthogonal(4).mT
+    bank.add("R3", matrix)
+    bank.add("R4", matrix)
+    bank.assign({"R3": torch.zeros(4, 4)})
+    assert torch.equal(bank["R4"], matrix)
+    assert bank["R4"].is_contiguous()
+
+
 def test_a_parameter_is_taken_as_it_is(bank: RotationBank) -> None:
     matrix = nn.Parameter(orthogonal(4), requires_grad=False)
     handle = bank.add("R3", matrix)
@@ -268,7 +277,9 @@ def test_a_draw_depends_on_its_seed_and_name_and_nothing_else(kind: str) -> None
     assert not any(torch.equal(other, alone) for other in others)
 
 
-def test_starts_are_those_of_a_model_placed_with_that_seed(llama: Callable[..., Any], rotated: Callable[..., Any]) -> None:
+def test_starts_are_those_of_a_model_placed_with_that_seed(
+    llama: Callable[..., Any], rotated: Callable[..., Any]
+) -> None:
     first, second = rotated(llama(), seed=1), rotated(llama(), seed=2)
     starts = first.starts(RotationConfig().init, seed=2)
     assert list(starts) == NAMES

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rotexp.config import QuantConfig
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import RotationBank
@@ -108,7 +109,9 @@ def test_forward_equals_the_formula(turn: str, output: bool, bias: bool, specs: 
     x = normal(2, 5, INPUTS, seed=4)
     for rotate, quantize in MODES:
         weight_spec, input_spec = specs if quantize else (OFF, OFF)
-        before, after = (case.before, case.after) if rotate else (torch.eye(INPUTS).double(), torch.eye(OUTPUTS).double())
+        before, after = (
+            (case.before, case.after) if rotate else (torch.eye(INPUTS).double(), torch.eye(OUTPUTS).double())
+        )
         turned = x @ before if turn == "online" else x
         weight = reference_quantize(after.T @ case.weight @ before, weight_spec)
         expected = reference_quantize(turned, input_spec) @ weight.T
@@ -139,12 +142,15 @@ def test_gradients_are_those_of_the_dense_formula_with_straight_through_rounding
     reference = torch.autograd.grad(expected, leaves, upstream, materialize_grads=True)
     with case.mode.set(rotate=True, quantize=True):
         result = case.layer(x)
-    for mine, theirs in zip(torch.autograd.grad(result, leaves, upstream, materialize_grads=True), reference, strict=True):
+    for mine, theirs in zip(
+        torch.autograd.grad(result, leaves, upstream, materialize_grads=True), reference, strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
 def test_gradients_reach_only_the_bank(llama: Any, rotated: Any, token_ids: Tensor) -> None:
-    model = rotated(llama(attention_bias=True, mlp_bias=True))
+    quant = QuantConfig(weights=WEIGHTS, activations=ACTIVATIONS)
+    model = rotated(llama(attention_bias=True, mlp_bias=True), quant=quant)
     with model.mode.set(rotate=True, quantize=True):
         model.logits(token_ids).square().sum().backward()
     reached = {name for name, parameter in model.network.named_parameters() if parameter.grad is not None}

@@ -1,0 +1,112 @@
+"""What the ranks of the coordinator's tests do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from rotexp.config import OnDivergence
+from rotexp.rotation.bank import RotationBank
+from rotexp.sharding.communication import Communication
+from rotexp.sharding.shards import local_rows
+from rotexp.training.coordinator import Coordinator
+
+
+def _open(*, identical: bool = True) -> tuple[nn.Module, RotationBank, Communication]:
+    """Join the group; return a model with a bank of three rotations and two linears of fixed weights."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(0 if identical else rank)
+    model = nn.Sequential(nn.Linear(6, 10, bias=False), nn.Linear(10, 6))
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    bank = RotationBank()
+    for name in ("R1", "R2_0", "R2_1"):
+        bank.add(name, torch.linalg.qr(torch.randn(6, 6, generator=generator))[0])
+    model.register_module("rotation_bank", bank)
+    return model, bank, Communication(rank=rank, world_size=dist.get_world_size())
+
+
+def consolidate() -> dict[str, Any]:
+    """Give rotation R1 a gradient everywhere, R2_0 one on rank 1 only, R2_1 none; consolidate."""
+    model, bank, communication = _open()
+    rank = communication.rank
+    bank["R1"].grad = torch.full((6, 6), float(rank + 1))
+    bank["R2_0"].grad = torch.ones(6, 6) if rank == 1 else None
+    before = communication.num_collectives
+    loss = Coordinator(model, communication).consolidate(torch.tensor(float(rank)))
+    return {
+        "loss": loss.item(),
+        "R1": bank["R1"].grad.numpy(),
+        "R2_0": None if bank["R2_0"].grad is None else bank["R2_0"].grad.numpy(),
+        "R2_1": bank["R2_1"].grad,
+        "collectives": communication.num_collectives - before,
+    }
+
+
+def broadcast() -> dict[str, Any]:
+    """Draw other rotations on every rank, and broadcast."""
+    model, bank, communication = _open(identical=False)
+    coordinator = Coordinator(model, communication)
+    before = communication.num_collectives
+    apart = coordinator.divergence()
+    between = communication.num_collectives
+    coordinator.broadcast()
+    return {
+        "apart": (apart.max_abs_diff, apart.names, apart.ranks),
+        "broadcasts": communication.num_collectives - between,
+        "digests": between - before,
+        "after": coordinator.divergence().max_abs_diff,
+        "R2_1": bank["R2_1"].detach().numpy(),
+    }
+
+
+def plant_one_bit(policy: str) -> dict[str, Any]:
+    """Flip the lowest bit of one number of one rotation on the last rank, and look."""
+    model, bank, communication = _open()
+    coordinator = Coordinator(model, communication)
+    quiet_before = communication.num_collectives
+    quiet = coordinator.divergence()
+    quiet_collectives = communication.num_collectives - quiet_before
+    if communication.rank == communication.world_size - 1:
+        bits = bank["R2_0"].detach().view(torch.int32)
+        bits[3, 2] ^= 1
+    found = coordinator.divergence()
+    raised = ""
+    try:
+        coordinator.settle(found, OnDivergence[policy], step=7)
+    except ArithmeticError as error:
+        raised = str(error)
+    return {
+        "quiet": (quiet.max_abs_diff, quiet.names, quiet_collectives),
+        "found": (found.max_abs_diff, found.names, found.ranks),
+        "raised": raised,
+        "after": coordinator.divergence().max_abs_diff,
+    }
+
+
+def clip(replicate: int, max_norm: float) -> dict[str, Any]:
+    """Clip gradients of sharded weights (two-dimensional if `replicate` > 1), whole ones, and rotations."""
+    model, bank, communication = _open()
+    if communication.world_size > 1:
+        sizes = (replicate, communication.world_size // replicate)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+        mesh = mesh if replicate > 1 else mesh["shard"]
+        whole = set(bank.parameters()) | {model[1].bias}
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params=whole)
+    x = torch.arange(12.0).reshape(2, 6) / 6
+    (model(x @ bank["R1"]).square().sum() + bank["R2_1"].sum()).backward()
+    norms = Coordinator(model, communication).clip(max_norm)
+    return {
+        "norms": (norms.total.item(), norms.rotations.item(), norms.weights.item()),
+        "R1": bank["R1"].grad.numpy(),
+        "bias": model[1].bias.grad.numpy(),
+        "rows": local_rows(model[0].weight.grad).numpy(),
+    }

@@ -1,0 +1,62 @@
+"""What the ranks of a test do: whole experiments, one after another in one process group."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+SMALL = [
+    "data.sequence_length=32",
+    "data.global_batch_size=4",
+    "evaluation.window=32",
+    "evaluation.max_windows=2",
+    "train.steps=3",
+    "optimizer.lr=0.01",
+    "tracker=jsonl",
+]
+
+
+def compose(overrides: list[str]) -> Any:
+    """Return the configuration that the command line would give."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+
+    from rotexp.command_line import register
+    from rotexp.config import to_config
+
+    register()
+    with initialize_config_module("rotexp.conf", version_base="1.3"):
+        return to_config(hydra_compose("config", [*SMALL, *overrides]))
+
+
+def run_experiments(cases: dict[str, list[str]], folder: str) -> dict[str, Any]:
+    """Run each case's experiment, and return its training rows, rotations, summary, and divergence."""
+    return {name: _run(overrides, Path(folder) / name) for name, overrides in cases.items()}
+
+
+def _run(overrides: list[str], folder: Path) -> dict[str, Any]:
+    import torch
+    from safetensors.torch import load_file
+
+    from rotexp.experiment import Experiment
+    from rotexp.inputs import open_inputs
+    from rotexp.launch.rank import open_accelerator
+
+    config = compose(overrides)
+    accelerator = open_accelerator(config)
+    rank = accelerator.process_index
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(rank)  # on purpose different: nothing may depend on it
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    experiment = Experiment(config, open_inputs(config), folder, accelerator=accelerator)
+    experiment.run()
+    accelerator.wait_for_everyone()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {
+        "rows": [row for row in map(json.loads, lines) if "train/loss" in row],
+        "rotations": {name: matrix.numpy() for name, matrix in load_file(folder / "rotations.safetensors").items()},
+        "summary": json.loads(json.dumps(experiment.summary)),
+        "divergence": experiment.divergence.max_abs_diff,
+    }

@@ -1,0 +1,61 @@
+"""One start, one gradient, one norm, one clip on all ranks; and a divergence is seen, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ranks_coordinator as on_ranks
+from world import run_world
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_are_averaged_by_one_collective(tmp_path: Path, world_size: int) -> None:
+    for rank in run_world(on_ranks.consolidate, world_size=world_size, folder=tmp_path):
+        np.testing.assert_allclose(rank["R1"], (world_size + 1) / 2)
+        np.testing.assert_allclose(rank["R2_0"], 1 / world_size)
+        assert rank["R2_1"] is None
+        assert rank["loss"] == (world_size - 1) / 2
+        assert rank["collectives"] == 1
+
+
+def test_start_is_rank_zeros_everywhere(tmp_path: Path) -> None:
+    ranks = run_world(on_ranks.broadcast, world_size=4, folder=tmp_path)
+    for rank in ranks:
+        difference, names, odd = rank["apart"]
+        assert difference > 0.1
+        assert names == ("R1", "R2_0", "R2_1")
+        assert odd == (1, 2, 3)
+        assert rank["broadcasts"] == 1
+        assert rank["after"] == 0.0
+        np.testing.assert_array_equal(rank["R2_1"], ranks[0]["R2_1"])
+
+
+@pytest.mark.parametrize("policy", ["log", "raise", "rebroadcast"])
+def test_one_flipped_bit_is_found(tmp_path: Path, policy: str) -> None:
+    for rank in run_world(on_ranks.plant_one_bit, policy, world_size=2, folder=tmp_path):
+        assert rank["quiet"] == (0.0, (), 1)
+        difference, names, odd = rank["found"]
+        assert 0.0 < difference < 1e-6
+        assert names == ("R2_0",)
+        assert odd == (1,)
+        assert (rank["after"] == 0.0) is (policy == "rebroadcast")
+        assert ("step 7" in rank["raised"] and "R2_0" in rank["raised"]) is (policy == "raise")
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+def test_norm_and_clip_equal_one_process(tmp_path: Path, max_norm: float) -> None:
+    (expected,) = run_world(on_ranks.clip, 1, max_norm, world_size=1, folder=tmp_path)
+    assert expected["norms"][0] == pytest.approx(np.hypot(*expected["norms"][1:]))
+    assert (np.linalg.norm(expected["rows"]) < 0.5) is (max_norm == 0.5)
+    for world_size, replicate in ((2, 1), (4, 2)):
+        ranks = run_world(on_ranks.clip, replicate, max_norm, world_size=world_size, folder=tmp_path)
+        shards = world_size // replicate
+        for rank, found in enumerate(ranks):
+            assert found["norms"] == ranks[0]["norms"]
+            assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+            np.testing.assert_allclose(found["R1"], expected["R1"], rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(found["bias"], expected["bias"], rtol=1e-4, atol=1e-6)
+            rows = np.array_split(expected["rows"], shards)[rank % shards]
+            np.testing.assert_allclose(found["rows"], rows, rtol=1e-4, atol=1e-6)

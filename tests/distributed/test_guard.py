@@ -1,0 +1,83 @@
+"""The unshard guard sees every pending gather, waits where its mode says, changes no value, and leaves no trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ranks_guard as on_ranks
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from world import run_world
+
+from rotexp.config import SyncConfig, SyncMode
+from rotexp.sync import guard as guards
+
+RESHARDED = {"forward": 3, "pre_backward": 3}
+"""Three layers, gathered for forward and again for backward (recomputation finds them gathered)."""
+KEPT = {"forward": 3}
+"""Gathered parameters stay until backward."""
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(("reshard", "unshards"), [(True, RESHARDED), (False, KEPT), (2, RESHARDED)])
+@pytest.mark.parametrize("mode", ["universal", "selective", "event"])
+def test_counts_and_values(
+    tmp_path: Path, mode: str, reshard: bool | int, unshards: dict[str, int], checkpointed: bool
+) -> None:
+    world_size = 4 if reshard == 2 and reshard is not True else 2
+    for rank in run_world(on_ranks.count, mode, checkpointed, reshard, world_size=world_size, folder=tmp_path):
+        assert rank["unshards"] == unshards
+        assert rank["barriers"] == (0 if mode == "event" else sum(unshards.values()))
+        assert rank["groups"] == 3
+        assert rank["touched"]
+        assert rank["restored"]
+        _assert_bit_equal(rank["guarded"], rank["plain"])
+
+
+def _assert_bit_equal(found: list[Any], expected: list[Any]) -> None:
+    assert found[0] == expected[0]
+    for one, other in zip(found[1], expected[1], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_off_touches_nothing(tmp_path: Path) -> None:
+    for rank in run_world(on_ranks.count, "off", False, True, world_size=2, folder=tmp_path):
+        assert not rank["touched"]
+        assert rank["groups"] == 0
+
+
+def test_a_second_install_merges_and_never_wraps_twice(tmp_path: Path) -> None:
+    for rank in run_world(on_ranks.install_twice, world_size=2, folder=tmp_path):
+        assert rank["same"]
+        assert rank["groups"] == 6
+        assert rank["student"] == (RESHARDED, 6)  # forward from the first install, pre_backward from the second
+        assert rank["teacher"] == (KEPT, 3)
+        assert rank["stranger"] == {}
+        assert rank["left"] is None
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "3.0.0"])
+def test_an_untested_torch_is_refused(version: str) -> None:
+    with pytest.raises(RuntimeError, match=f"torch {version} is outside the tested range"):
+        guards.check_torch(version)
+
+
+def test_a_missing_private_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPParamGroup, "wait_for_unshard")
+    with pytest.raises(
+        RuntimeError, match=f"torch {torch.__version__} has no FSDPParamGroup.wait_for_unshard".replace("+", r"\+")
+    ):
+        guards.check_torch()
+
+
+def test_an_unsharded_model_has_no_groups() -> None:
+    guard = guards.install(torch.nn.Linear(2, 2), SyncConfig(SyncMode.universal))
+    assert guard is not None
+    try:
+        assert guard.num_groups == 0
+    finally:
+        guard.remove()
+    assert guards.installed() is None

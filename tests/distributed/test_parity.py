@@ -1,0 +1,126 @@
+"""The same seed and global batch give the same trajectory under every sharding and world size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from world import run_world
+
+from runs import run_experiments
+
+CASES: dict[int, dict[str, list[str]]] = {
+    1: {
+        "one": [],
+        "one, accumulated": ["train.micro_batch_size=1"],
+        "one, checkpointed": ["train.gradient_checkpointing=true"],
+    },
+    2: {
+        "no_shard": ["sharding=no_shard"],
+        "full": ["sharding=full", "sync_mode=universal"],
+        "zero2": ["sharding=zero2"],
+        "full, accumulated": ["sharding=full", "train.micro_batch_size=1"],
+        "full, checkpointed": ["sharding=full", "train.gradient_checkpointing=true"],
+        "zero2, checkpointed, accumulated": [
+            "sharding=zero2",
+            "train.gradient_checkpointing=true",
+            "train.micro_batch_size=1",
+        ],
+        "full, small parameters whole": ["sharding=full", "sharding.min_shard_size=1000"],
+        "full, prefetched": ["sharding=full", "sharding.forward_prefetch=1", "sharding.backward_prefetch=2"],
+    },
+    4: {
+        "no_shard": ["sharding=no_shard"],
+        "full": ["sharding=full"],
+        "zero2": ["sharding=zero2"],
+        "hybrid": ["sharding=hybrid", "sync_mode=selective"],
+        "hybrid_zero2": ["sharding=hybrid_zero2", "sync_mode=event"],
+        "hybrid, checkpointed": ["sharding=hybrid", "train.gradient_checkpointing=true"],
+        "full, resharded to 2": ["sharding=full", "sharding.reshard_after_forward=2"],
+        "learned_r4, hybrid": ["sharding=hybrid", "rotation=learned_r4"],
+    },
+}
+EVERY_CASE = [(world_size, name) for world_size, cases in CASES.items() for name in cases]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], list[dict[str, Any]]]:
+    """Every case's results, by rank."""
+    found = {}
+    for world_size, cases in CASES.items():
+        folder = tmp_path_factory.mktemp(f"world{world_size}")
+        nano = {name: ["model=random_llama", *overrides] for name, overrides in cases.items()}
+        if world_size == 1:
+            nano["one, r4"] = ["model=random_llama", "rotation=learned_r4"]
+        ranks = run_world(run_experiments, nano, str(folder), world_size=world_size, folder=folder)
+        found |= {(world_size, name): [rank[name] for rank in ranks] for name in nano}
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "name"), EVERY_CASE)
+def test_trajectory_equals_one_process(results: Any, world_size: int, name: str) -> None:
+    expected = results[1, "one, r4" if "r4" in name else "one"][0]
+    for found in results[world_size, name]:
+        losses, wanted = ([row["train/loss"] for row in run["rows"]] for run in (found, expected))
+        np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+        norms, wanted = ([row["grad_norm/total"] for row in run["rows"]] for run in (found, expected))
+        np.testing.assert_allclose(norms, wanted, rtol=1e-3)
+        assert found["rotations"].keys() == expected["rotations"].keys()
+        for rotation, matrix in expected["rotations"].items():
+            np.testing.assert_allclose(found["rotations"][rotation], matrix, atol=1e-5)
+
+
+@pytest.mark.parametrize(("world_size", "name"), [case for case in EVERY_CASE if case[0] > 1])
+def test_replicas_stay_identical_whatever_their_threads_and_seeds(results: Any, world_size: int, name: str) -> None:
+    first = results[world_size, name][0]
+    for found in results[world_size, name]:
+        assert found["divergence"] == 0.0
+        assert found["rows"][-1]["replica/max_abs_diff"] == 0.0
+        assert [row["grad_norm/total"] for row in found["rows"]] == [row["grad_norm/total"] for row in first["rows"]]
+
+
+def test_the_rotations_move(results: Any) -> None:
+    assert results[1, "one"][0]["rows"][-1]["rotation/distance_from_init"] > 1e-3
+
+
+@pytest.mark.parametrize(("world_size", "name"), [case for case in EVERY_CASE if case[0] > 1])
+def test_held_out_figures_equal_one_process(results: Any, world_size: int, name: str) -> None:
+    expected = results[1, "one, r4" if "r4" in name else "one"][0]["summary"]["evaluation"]
+    found = results[world_size, name][0]["summary"]["evaluation"]
+    for row in ("float", "quantized", "hadamard", "trained"):
+        assert found[row]["perplexity"] == pytest.approx(expected[row]["perplexity"], rel=1e-4)
+
+
+def test_one_gradient_collective_a_step(results: Any) -> None:
+    """A step issues the gradients' all-reduce and the memory's; the last one adds the divergence digest."""
+    for (world_size, name), ranks in results.items():
+        counts = [row["comm/num_collectives"] for row in ranks[0]["rows"]]
+        assert counts == ([0, 0, 0] if world_size == 1 else [1, 2, 3]), (world_size, name)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name", "mesh", "reduction"),
+    [(2, "full", [2], 2), (4, "full", [4], 4), (4, "hybrid", [2, 2], 2), (2, "no_shard", [], 1)],
+)
+def test_effective_sharding_is_read_back(results: Any, world_size: int, name: str, mesh: Any, reduction: int) -> None:
+    effective = results[world_size, name][0]["summary"]["sharding"]["effective"]
+    assert effective["mesh"] == mesh
+    assert effective["ignored"] == 3
+    assert effective["replicated" if mesh else "sharded"] == 0
+    assert effective["bytes_full"] / effective["bytes_local"] == pytest.approx(reduction, rel=0.01)
+
+
+def test_small_parameters_stay_whole(results: Any) -> None:
+    effective = results[2, "full, small parameters whole"][0]["summary"]["sharding"]["effective"]
+    assert effective["replicated"] == 5  # the norms' gains
+    assert effective["sharded"] == 16
+
+
+def test_the_guard_counts_and_changes_nothing(results: Any) -> None:
+    guarded = results[2, "full"][0]
+    sync = guarded["summary"]["sync"]
+    assert sync["num_groups"] == 5
+    assert sync["num_barriers"] == sum(sync["num_unshards"].values()) > 0
+    for rotation, matrix in results[2, "full, prefetched"][0]["rotations"].items():
+        np.testing.assert_array_equal(guarded["rotations"][rotation], matrix)

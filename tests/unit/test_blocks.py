@@ -1,0 +1,114 @@
+"""Text is cut into whole blocks, and every world size sees the same global batches in a resumable order."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader
+
+from rotexp.data.blocks import BlockDataset, BlockSampler, cut
+
+BLOCKS, BATCH = 11, 4
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        assert not verbose
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+def test_text_is_cut_in_order_and_the_rest_dropped() -> None:
+    blocks = cut("abcdefgh", Letters(), length=3, key="data.calibration")
+    assert blocks.dtype == np.int64
+    assert blocks.tolist() == [[ord(letter) for letter in block] for block in ("abc", "def")]
+
+
+def test_a_text_of_one_block_is_enough() -> None:
+    assert cut("abc", Letters(), length=3, key="data.calibration").shape == (1, 3)
+
+
+@pytest.mark.parametrize("text", ["ab", ""])
+def test_a_shorter_text_is_refused_naming_key_and_numbers(text: str) -> None:
+    message = f"data.evaluation: the text has {len(text)} tokens, fewer than one block of 3; .*data.sequence_length"
+    with pytest.raises(ValueError, match=message):
+        cut(text, Letters(), length=3, key="data.evaluation")
+
+
+def test_blocks_are_served_as_tensors() -> None:
+    blocks = np.arange(6, dtype=np.int64).reshape(2, 3)
+    dataset = BlockDataset(blocks)
+    assert len(dataset) == 2
+    assert torch.equal(dataset[1], torch.tensor([3, 4, 5]))
+
+
+def order(*, steps: int, seed: int = 0, first_step: int = 0) -> list[int]:
+    sampler = BlockSampler(BLOCKS, global_batch_size=BATCH, steps=steps, seed=seed, first_step=first_step)
+    positions = list(sampler)
+    assert len(sampler) == len(positions)
+    return positions
+
+
+def test_an_epoch_is_whole_batches_without_repetition_and_each_is_another_permutation() -> None:
+    per_epoch = BLOCKS // BATCH * BATCH
+    positions = order(steps=6)
+    epochs = [positions[start : start + per_epoch] for start in range(0, len(positions), per_epoch)]
+    assert [len(epoch) for epoch in epochs] == [8, 8, 8]
+    for epoch in epochs:
+        assert len(set(epoch)) == per_epoch
+        assert set(epoch) <= set(range(BLOCKS))
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_an_epoch_that_fits_exactly_holds_every_block() -> None:
+    sampler = BlockSampler(12, global_batch_size=4, steps=3, seed=0)
+    assert sorted(sampler) == list(range(12))
+
+
+def test_the_order_depends_on_the_seed_alone() -> None:
+    first = order(steps=5)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    assert order(steps=5) == first
+    assert torch.equal(torch.get_rng_state(), state)
+    assert order(steps=5, seed=1) != first
+    assert order(steps=2) == first[: 2 * BATCH]
+
+
+@pytest.mark.parametrize("first_step", range(7))
+def test_resuming_gives_the_same_tail(first_step: int) -> None:
+    assert order(steps=6, first_step=first_step) == order(steps=6)[first_step * BATCH :]
+
+
+def test_too_few_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"data.global_batch_size=4: the calibration text has only 3 blocks; lower it"):
+        BlockSampler(3, global_batch_size=4, steps=1, seed=0)
+
+
+def rank_batches(*, rank: int, world_size: int, micro: int, steps: int) -> Iterator[Any]:
+    """Yield the micro-batches of one rank, loaded as the training loop does."""
+    dataset: Any = BlockDataset(np.arange(BLOCKS, dtype=np.int64)[:, None])
+    sampler = BlockSampler(BLOCKS, global_batch_size=BATCH, steps=steps, seed=0)
+    loader = DataLoader(dataset, batch_size=micro * world_size, sampler=sampler, drop_last=True)
+    yield from prepare_data_loader(
+        loader, num_processes=world_size, process_index=rank, split_batches=True, even_batches=False, rng_types=[]
+    )
+
+
+@pytest.mark.parametrize(("world_size", "micro"), [(1, 4), (1, 2), (1, 1), (2, 2), (2, 1), (4, 1)])
+def test_ranks_and_accumulation_only_split_the_global_batch(world_size: int, micro: int) -> None:
+    steps = 5
+    whole = order(steps=steps)
+    accumulation = BATCH // world_size // micro
+    ranks = [list(rank_batches(rank=r, world_size=world_size, micro=micro, steps=steps)) for r in range(world_size)]
+    for step in range(steps):
+        parts = [batch for rank in ranks for batch in rank[step * accumulation : (step + 1) * accumulation]]
+        assert all(part.shape == (micro, 1) for part in parts)
+        seen = [int(index) for part in parts for index in part]
+        assert sorted(seen) == sorted(whole[step * BATCH : (step + 1) * BATCH])
+    assert {len(rank) for rank in ranks} == {steps * accumulation}

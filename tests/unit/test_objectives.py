@@ -1,0 +1,164 @@
+"""Objectives equal a float64 oracle; the teacher is the float model, gets no gradient and leaves the mode as it was."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rotexp.config import COMPONENTS, QuantConfig, RotationConfig, build
+from rotexp.quant.spec import QuantSpec
+from rotexp.rotation.mode import Mode
+from rotexp.training.objectives import CrossEntropy, KLDivergence, TopKKLDivergence
+
+VOCABULARY = 17
+W4A4 = QuantConfig(weights=QuantSpec(4), activations=QuantSpec(4, symmetric=False))
+
+
+class Pair:
+    """A bigram model whose float and quantized logits are two tables; both want gradients."""
+
+    def __init__(self, *, spread: float = 2.0) -> None:
+        generator = torch.Generator().manual_seed(0)
+        tables = spread * torch.randn(2, VOCABULARY, VOCABULARY, generator=generator)
+        self.teacher, self.student = (table.clone().requires_grad_() for table in tables)
+        self.mode = Mode(rotate=True, quantize=True)
+        self.modes: list[tuple[bool, bool]] = []
+
+    def logits(self, token_ids: Tensor) -> Tensor:
+        self.modes.append((self.mode.rotate, self.mode.quantize))
+        return (self.student if self.mode.quantize else self.teacher)[token_ids]
+
+
+@pytest.fixture
+def pair() -> Any:
+    return Pair()
+
+
+@pytest.fixture
+def batch() -> Tensor:
+    return torch.randint(VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(1))
+
+
+def probabilities(table: Tensor, token_ids: Tensor) -> np.ndarray:
+    """Return p (tokens, vocabulary) in float64."""
+    logits = table.detach().double().numpy()[token_ids.numpy()].reshape(-1, VOCABULARY)
+    exponentials = np.exp(logits - logits.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
+
+
+def mean_kl(p: np.ndarray, q: np.ndarray) -> float:
+    return float((p * np.log(p / q)).sum(-1).mean())
+
+
+def test_cross_entropy_scores_the_next_token(pair: Any, batch: Tensor) -> None:
+    q = probabilities(pair.student, batch[:, :-1])
+    expected = -np.log(q[np.arange(len(q)), batch[:, 1:].flatten().numpy()]).mean()
+    loss = CrossEntropy()(pair, batch)
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert pair.modes == [(True, True)]
+
+
+def test_kl_is_from_the_float_model_to_the_quantized(pair: Any, batch: Tensor) -> None:
+    loss = KLDivergence()(pair, batch)
+    assert loss.shape == ()
+    p, q = probabilities(pair.teacher, batch), probabilities(pair.student, batch)
+    assert loss.item() == pytest.approx(mean_kl(p, q), rel=1e-6)
+    assert mean_kl(q, p) != pytest.approx(mean_kl(p, q), rel=1e-2)
+
+
+def topk_oracle(p: np.ndarray, q: np.ndarray, k: int) -> float:
+    """KL over the teacher's k most likely tokens and all others as one event."""
+    total = 0.0
+    for own, other in zip(p, q, strict=True):
+        kept = np.argsort(own)[::-1][:k]
+        a = np.append(own[kept], 1.0 - own[kept].sum())
+        b = np.append(other[kept], 1.0 - other[kept].sum())
+        total += float((a * np.log(a / b)).sum())
+    return total / len(p)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, VOCABULARY - 1])
+def test_topk_kl_compares_the_likely_tokens_and_the_rest_as_one(pair: Any, batch: Tensor, k: int) -> None:
+    expected = topk_oracle(probabilities(pair.teacher, batch), probabilities(pair.student, batch), k)
+    assert TopKKLDivergence(k)(pair, batch).item() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("k", [VOCABULARY, 10 * VOCABULARY])
+def test_topk_kl_of_the_whole_vocabulary_is_the_kl(pair: Any, batch: Tensor, k: int) -> None:
+    full, topk = KLDivergence()(pair, batch), TopKKLDivergence(k)(pair, batch)
+    assert topk.item() == pytest.approx(full.item(), abs=2e-5)
+    gradients = [torch.autograd.grad(loss, pair.student, retain_graph=True)[0] for loss in (full, topk)]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+
+
+def test_topk_kl_bounds_the_kl_from_below_and_grows_with_k(pair: Any, batch: Tensor) -> None:
+    values = [TopKKLDivergence(k)(pair, batch).item() for k in range(1, VOCABULARY)]
+    assert all(smaller <= larger + 1e-6 for smaller, larger in pairwise(values))
+    assert 0.0 < values[0] < 0.9 * values[-1]
+    assert values[-1] <= KLDivergence()(pair, batch).item() + 1e-6
+
+
+@pytest.mark.parametrize("objective", [KLDivergence(), TopKKLDivergence(5)], ids=["kl", "kl_topk"])
+def test_the_teacher_gets_no_gradient_and_the_mode_is_restored(pair: Any, batch: Tensor, objective: Any) -> None:
+    objective(pair, batch).backward()
+    assert pair.teacher.grad is None
+    assert pair.student.grad.abs().max() > 0
+    assert sorted(pair.modes) == [(False, False), (True, True)]
+    assert (pair.mode.rotate, pair.mode.quantize) == (True, True)
+
+
+@pytest.mark.parametrize("objective", [KLDivergence(), TopKKLDivergence(5)], ids=["kl", "kl_topk"])
+def test_the_mode_is_restored_after_a_failure(pair: Any, batch: Tensor, objective: Any) -> None:
+    with pytest.raises(IndexError):
+        objective(pair, batch + VOCABULARY)
+    assert (pair.mode.rotate, pair.mode.quantize) == (True, True)
+
+
+@pytest.mark.parametrize("objective", [KLDivergence(), TopKKLDivergence(5)], ids=["kl", "kl_topk"])
+def test_confident_models_give_finite_losses_and_gradients(batch: Tensor, objective: Any) -> None:
+    extreme: Any = Pair(spread=200.0)
+    loss = objective(extreme, batch)
+    loss.backward()
+    assert loss.isfinite()
+    assert extreme.student.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["ce", "kl", "kl_topk"])
+def test_the_config_builds_each_objective(name: str, pair: Any, batch: Tensor) -> None:
+    component = COMPONENTS["objective"][name]
+    expected = {"ce": CrossEntropy, "kl": KLDivergence, "kl_topk": TopKKLDivergence}[name]
+    objective = build(component)
+    assert type(objective) is expected
+    assert getattr(objective, "k", None) == getattr(component, "k", None)
+
+
+@pytest.mark.parametrize("objective", [KLDivergence(), TopKKLDivergence(5)], ids=["kl", "kl_topk"])
+def test_the_divergence_of_a_model_that_quantizes_nothing_is_zero(
+    llama: Callable[..., Any], rotated: Callable[..., Any], token_ids: Tensor, objective: Any
+) -> None:
+    source = llama(attention_bias=True, mlp_bias=True)
+    nothing = RotationConfig(r1=False, r2=False)
+    for rotation, quant, largest in ((nothing, None, 1e-7), (None, None, 1e-6), (nothing, W4A4, None)):
+        model = rotated(source, rotation, quant)
+        with torch.no_grad(), model.mode.set(rotate=True, quantize=True):
+            divergence = objective(model, token_ids).item()
+        assert divergence > 1e-3 if largest is None else abs(divergence) <= largest
+
+
+@pytest.mark.parametrize(
+    "objective", [CrossEntropy(), KLDivergence(), TopKKLDivergence(5)], ids=["ce", "kl", "kl_topk"]
+)
+def test_every_rotation_gets_a_gradient(
+    llama: Callable[..., Any], rotated: Callable[..., Any], token_ids: Tensor, objective: Any
+) -> None:
+    model = rotated(llama(), quant=W4A4)
+    with model.mode.set(rotate=True, quantize=True):
+        objective(model, token_ids).backward()
+    for _, matrix in model.bank.items():
+        assert matrix.grad.isfinite().all()
+        assert matrix.grad.abs().max() > 0

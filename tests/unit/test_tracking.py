@@ -1,0 +1,323 @@
+"""The run folder's files are whole and readable, metrics are defined ones, and W&B can fail or stall without harm."""
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+
+from rotexp.config import Config, TrackerConfig, TrackerKind, WandbMode
+from rotexp.metrics.keys import METRICS, check_keys, wandb_pattern
+from rotexp.tracking import files
+from rotexp.tracking import wandb as mirror
+from rotexp.tracking.files import MetricsFile, finite, read_summary, write_atomically, write_summary
+from rotexp.tracking.tracker import Trackers, open_trackers
+from rotexp.tracking.wandb import WandbMirror, resolve_mode
+
+CONTRACT_METRICS = """
+train/loss train/lr train/tokens grad_norm/total grad_norm/rotations grad_norm/weights
+rotation/orthogonality_rrt_max rotation/orthogonality_rtr_max rotation/distance_from_init
+replica/max_abs_diff replica/num_divergent
+memory/peak_allocated_gib_max memory/peak_reserved_gib_min memory/peak_rss_gib_max memory/train/peak_rss_gib_min
+throughput/tokens_per_s throughput/tokens_per_s_per_device time/step_s time/data_s time/sync_s
+comm/num_collectives comm/bytes sync/num_unshards sync/num_barriers eval/trained/perplexity eval/quantized/kl
+"""
+OFFLINE = TrackerConfig(mode=WandbMode.offline, project="rotexp-tests")
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_row_is_one_object_and_numbers_that_are_not_finite_are_texts(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path)
+    metrics.log({"train/loss": 1.5, "train/tokens": 8}, step=1)
+    assert rows(tmp_path) == [{"step": 1, "train/loss": 1.5, "train/tokens": 8}]  # readable at once
+    metrics.log({"train/loss": math.nan, "train/lr": math.inf, "grad_norm/total": -math.inf}, step=2)
+    metrics.finish({}, exit_code=0)
+    assert rows(tmp_path)[1] == {"step": 2, "train/loss": "nan", "train/lr": "inf", "grad_norm/total": "-inf"}
+
+
+def test_rows_are_appended_to_those_of_an_earlier_session(tmp_path: Path) -> None:
+    for step in (1, 2):
+        metrics = MetricsFile(tmp_path)
+        metrics.log({"train/loss": 1.0}, step=step)
+        metrics.finish({}, exit_code=0)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_finite_goes_through_nested_values_and_leaves_the_rest() -> None:
+    values = {"a": [1.0, math.nan], "b": {"c": (math.inf, True, None, "text", 3)}, 4: -math.inf}
+    assert finite(values) == {"a": [1.0, "nan"], "b": {"c": ["inf", True, None, "text", 3]}, "4": "-inf"}
+
+
+def test_a_summary_is_read_back_and_replaced(tmp_path: Path) -> None:
+    assert read_summary(tmp_path) == {}
+    write_summary(tmp_path, {"status": "running", "error": None})
+    write_summary(tmp_path, {"status": "done", "loss": math.nan})
+    assert read_summary(tmp_path) == {"status": "done", "loss": "nan"}
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_full_disk_leaves_the_old_summary_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_summary(tmp_path, {"status": "running"})
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_summary(tmp_path, {"status": "done"})
+    assert read_summary(tmp_path) == {"status": "running"}
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+    seen: list[str] = []
+    monkeypatch.setattr(files.os, "fsync", lambda _descriptor: seen.append(path.read_text()))
+    write_atomically(path, "new")
+    assert seen == ["old"]
+    assert path.read_text() == "new"
+
+
+class Recorder:
+    """A tracker that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.ends: list[tuple[dict[str, Any], int]] = []
+
+    def log(self, row: Mapping[str, float], *, step: int) -> None:
+        self.rows.append((step, dict(row)))
+
+    def finish(self, summary: Mapping[str, Any], *, exit_code: int) -> None:
+        self.ends.append((dict(summary), exit_code))
+
+
+def test_all_trackers_are_fed() -> None:
+    recorders = [Recorder(), Recorder()]
+    trackers = Trackers([*recorders])
+    trackers.log({"train/loss": 1.0}, step=3)
+    trackers.finish({"status": "done"}, exit_code=0)
+    for recorder in recorders:
+        assert recorder.rows == [(3, {"train/loss": 1.0})]
+        assert recorder.ends == [({"status": "done"}, 0)]
+
+
+@pytest.mark.parametrize(
+    "key", ["train/los", "loss", "eval/trained/perplexity/extra", "memory/peak_rss_gib", "", "time/_s"]
+)
+def test_a_metric_that_is_not_defined_is_refused_and_recorded_nowhere(key: str) -> None:
+    recorder = Recorder()
+    with pytest.raises(KeyError, match=r"not defined in rotexp\.metrics\.keys"):
+        Trackers([recorder]).log({"train/loss": 1.0, key: 1.0}, step=1)
+    assert recorder.rows == []
+
+
+def test_the_metric_names_of_the_contract_are_defined() -> None:
+    check_keys(CONTRACT_METRICS.split())
+
+
+def test_every_metric_has_one_definition_a_meaning_and_a_summary_wandb_knows() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    assert all(metric.meaning and metric.summary in {"min", "max", "mean", "last"} for metric in METRICS)
+    assert wandb_pattern(METRICS[0]) == "train/loss"
+    assert {wandb_pattern(metric) for metric in METRICS if "<" in metric.name} == {"memory/*", "time/*", "eval/*"}
+
+
+@pytest.mark.parametrize(("rank", "names"), [(0, ["MetricsFile"]), (1, [])])
+def test_only_rank_0_records(tmp_path: Path, rank: int, names: list[str]) -> None:
+    config = Config(tracker=TrackerConfig(kind=TrackerKind.jsonl))
+    trackers = open_trackers(config, tmp_path, plain_config={}, rank=rank)
+    assert [type(tracker).__name__ for tracker in trackers._trackers] == names
+    assert (tmp_path / "metrics.jsonl").exists() is (rank == 0)
+    trackers.finish({}, exit_code=0)
+
+
+def test_a_disabled_mirror_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb, "init", lambda **_: pytest.fail("W&B was opened"))
+    config = Config(tracker=TrackerConfig(mode=WandbMode.disabled))
+    open_trackers(config, tmp_path, plain_config={}, rank=0).finish({}, exit_code=0)
+
+
+class FakeRun:
+    """Stands for a W&B run; `log` does what it is told."""
+
+    def __init__(self, log: Callable[[], object] = lambda: None) -> None:
+        self.summary: dict[str, Any] = {}
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.metrics: dict[str, str | None] = {}
+        self.exit_codes: list[int] = []
+        self._log = log
+
+    def define_metric(self, name: str, *, summary: str | None) -> None:
+        self.metrics[name] = summary
+
+    def log(self, row: dict[str, float], *, step: int) -> None:
+        self._log()
+        self.rows.append((step, row))
+
+    def finish(self, *, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
+
+
+def open_mirror(folder: Path) -> WandbMirror:
+    return WandbMirror(OFFLINE, folder, plain_config={"seed": 0})
+
+
+def live(opened: WandbMirror) -> None:
+    """Use a mirror as a run does."""
+    for step in (1, 2, 3):
+        opened.log({"train/loss": 1.0}, step=step)
+    opened.finish({"status": "done", "loss": math.nan}, exit_code=0)
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    """An event that ends every call which stalls on it, at the latest when the test is over."""
+    event = threading.Event()
+    yield event
+    event.set()
+    for thread in threading.enumerate():
+        if thread.name == "wandb":
+            thread.join(5)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def fail() -> None:
+    raise RuntimeError("no such host")
+
+
+def test_a_mirror_passes_everything_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, given = FakeRun(), {}
+    monkeypatch.setattr(wandb, "init", lambda **options: given.update(options) or run)
+    live(open_mirror(tmp_path))
+    assert [step for step, _ in run.rows] == [1, 2, 3]
+    assert run.summary == {"status": "done", "loss": "nan"}
+    assert run.exit_codes == [0]
+    assert run.metrics["train/loss"] == "min"
+    assert run.metrics["eval/*"] is None
+    assert (given["dir"], given["mode"], given["config"]) == (tmp_path, "offline", {"seed": 0})
+    assert given["name"] == tmp_path.name
+
+
+def test_a_failing_start_is_said_once_and_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wandb, "init", lambda **_: fail())
+    live(open_mirror(tmp_path))
+    (warning,) = warnings_of(caplog)
+    assert "no such host" in warning
+    assert "metrics.jsonl holds everything" in warning
+
+
+@pytest.mark.parametrize("method", ["log", "finish", "define_metric"])
+def test_a_failing_call_is_said_once_and_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    run = FakeRun()
+    calls: list[str] = []
+
+    def failing(*_: object, **__: object) -> None:
+        calls.append(method)
+        fail()
+
+    setattr(run, method, failing)
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    live(open_mirror(tmp_path))
+    assert calls == [method]
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_a_start_that_stalls_is_given_up_even_if_it_answers_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, release: threading.Event
+) -> None:
+    run = FakeRun(log=fail)
+    monkeypatch.setattr(mirror, "INIT_SECONDS", 0.02)
+    monkeypatch.setattr(wandb, "init", lambda **_: release.wait(10) and run)
+    opened = open_mirror(tmp_path)
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name == "wandb":
+            thread.join(5)
+    live(opened)
+    (warning,) = warnings_of(caplog)
+    assert "no answer within" in warning
+
+
+def test_a_call_that_stalls_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, release: threading.Event
+) -> None:
+    run = FakeRun(log=lambda: release.wait(10))
+    monkeypatch.setattr(mirror, "FINISH_SECONDS", 0.05)
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    live(open_mirror(tmp_path))
+    assert run.rows == []
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_the_other_trackers_get_every_row_while_the_mirror_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wandb, "init", lambda **_: FakeRun(log=fail))
+    trackers = open_trackers(Config(tracker=OFFLINE), tmp_path, plain_config={}, rank=0)
+    for step in (1, 2):
+        trackers.log({"train/loss": 1.0}, step=step)
+    trackers.finish({}, exit_code=0)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+@pytest.fixture
+def no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment without a W&B key; returns the place of its netrc file."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    netrc = tmp_path / "netrc"
+    monkeypatch.setenv("NETRC", str(netrc))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("prompted"))
+    return netrc
+
+
+def test_without_a_key_the_run_is_offline(no_key: Path) -> None:
+    assert resolve_mode(WandbMode.auto) == "offline"
+
+
+def test_with_a_key_in_the_environment_it_is_online(no_key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert resolve_mode(WandbMode.auto) == "online"
+
+
+@pytest.mark.parametrize(("machine", "mode"), [("api.wandb.ai", "online"), ("example.org", "offline")])
+def test_with_a_key_in_netrc_it_is_online(no_key: Path, machine: str, mode: str) -> None:
+    no_key.write_text(f"machine {machine}\n  login user\n  password {'x' * 40}\n")
+    no_key.chmod(0o600)
+    assert resolve_mode(WandbMode.auto) == mode
+
+
+def test_wandbs_own_variable_decides_auto_and_nothing_else(no_key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert resolve_mode(WandbMode.auto) == "disabled"
+    assert resolve_mode(WandbMode.offline) == "offline"
+    assert resolve_mode(WandbMode.online) == "online"
+
+
+def test_an_offline_run_is_written_into_the_folder(
+    no_key: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    live(WandbMirror(TrackerConfig(mode=WandbMode.auto), folder, plain_config={"seed": 0, "model": {"name": "tiny"}}))
+    (run_folder,) = (folder / "wandb").glob("offline-run-*")
+    (record,) = run_folder.glob("*.wandb")
+    assert record.stat().st_size > 0
+    assert warnings_of(caplog) == []
+    assert capfd.readouterr() == ("", "")
