@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +23,18 @@ from rotexp.config import COMPONENTS, Config, writable
 from rotexp.wrong_request import check_overrides, explain
 
 WRONG_REQUEST = 2
+SIGNALLED = 128
+"""Exit codes above this say which signal ended a job: 130 and 143."""
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError)
 """What composing, checking or opening a request raises when the request is at fault."""
 
 
 def run_command(job: Callable[[DictConfig], int]) -> None:
-    """Compose the configuration from the command line, run the job, exit with its code (of several, the highest)."""
+    """Compose the configuration from the command line, run the job, exit with its code.
+
+    A sweep runs all its jobs, and exits with the highest code; only a signal ends it before.
+    """
     codes = [0]
 
     def refuse(reason: str) -> None:
@@ -40,8 +46,13 @@ def run_command(job: Callable[[DictConfig], int]) -> None:
             codes.append(job(composed))
         except REFUSALS as error:  # here, since Hydra would print its own line, and end a sweep
             refuse(explain(error))
+        except KeyboardInterrupt as interruption:
+            sys.stderr.write(f"rotexp: {interruption or 'interrupted'}; nothing was started\n")
+            codes.append(getattr(interruption, "exit_code", SIGNALLED + signal.SIGINT))
         finally:
             _remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
+        if codes[-1] > SIGNALLED:
+            sys.exit(codes[-1])
 
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints in its own format and exits with 1

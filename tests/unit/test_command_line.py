@@ -1,6 +1,7 @@
 """The command line: a wrong request gets one line and exit code 2, leaves nothing behind, and loads no torch for it."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 from omegaconf import DictConfig
 
 from rotexp.command_line import run_command
+from rotexp.launch.signals import Interrupted
 
 MODELS = "choose one of hf, random_llama, smollm2_135m, smollm2_135m_gguf, tiny"
 TRAIN_KEYS = "train has steps, micro_batch_size, max_grad_norm, lr_schedule, warmup_steps, log_every"
@@ -104,7 +106,7 @@ OWN_CONFIGS = {
     "unknown_key": "defaults: [config, _self_]\ntrain: {step: 3}\n",
     "wrong_type": "defaults: [config, _self_]\ntrain: {steps: many}\n",
     "broken": "defaults: [config, _self_]\ntrain: {steps: [\n",
-    "no_schema": "defaults: [hydra_settings, _self_]\nseed: 1\n",
+    "no_schema": "defaults: [hydra_settings, _self_, {override hydra/job_logging: disabled}]\nseed: 1\n",
     "no_option": "defaults: [config, {override model: nope}, _self_]\n",
 }
 
@@ -236,6 +238,27 @@ def test_a_sweep_runs_every_job_and_ends_with_the_highest_code(command: Callable
 
     assert command(job, "-m", "train.steps=1,2,4") == 1
     assert seen == [1, 2, 4]
+
+
+def test_a_signal_ends_a_sweep(command: Callable[..., int]) -> None:
+    seen: list[int] = []
+
+    def job(composed: DictConfig) -> int:
+        seen.append(composed.train.steps)
+        return 143
+
+    assert command(job, "-m", "train.steps=1,2,4") == 143
+    assert seen == [1]
+
+
+def test_an_interruption_before_the_run_is_one_line_and_its_own_code(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job(composed: DictConfig) -> int:
+        raise Interrupted(signal.SIGTERM)
+
+    assert command(job) == 143
+    assert capsys.readouterr().err == "rotexp: interrupted by SIGTERM; nothing was started\n"
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,16 @@ def test_switched_off_the_logits_are_those_of_plain_attention_bit_for_bit(
         assert relative_error(source(token_ids).logits, model.logits(token_ids)) > 1e-3
 
 
+def test_padding_is_masked_as_in_plain_attention(llama: Factory, rotated: Factory, token_ids: Tensor) -> None:
+    source = llama(attention_bias=True)
+    model = rotated(source, NO_ROTATION, ONLY_KV, ready=False)
+    mask = torch.ones_like(token_ids)
+    mask[0, :4] = 0
+    expected = source(token_ids, attention_mask=mask).logits
+    assert not torch.allclose(expected[0, 4:], source(token_ids).logits[0, 4:])
+    assert torch.equal(model.network(token_ids, attention_mask=mask).logits, expected)
+
+
 def test_without_a_cache_quantizer_attention_stays_as_it_is(llama: Factory, rotated: Factory) -> None:
     model = rotated(llama(), quant=QuantConfig(weights=QuantSpec(4)))
     assert model.network.config._attn_implementation == "sdpa"
