@@ -89,6 +89,8 @@ def _check_command_line() -> None:
         known, unknown = parser.parse_known_args()
     except argparse.ArgumentError as error:
         raise ValueError(f"{error.argument_name}: {error.message}; see --hydra-help") from None
+    if unknown and not unknown[0].startswith("-"):
+        raise ValueError(f"{unknown[0]}: stands behind a flag; put all flags before the first key=value, or after all")
     if unknown:
         raise ValueError(f"{unknown[0]}: no such flag (--hydra-help lists them); values are set by key=value")
     if known.config_dir and not Path(known.config_dir).is_dir():

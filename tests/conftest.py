@@ -4,16 +4,7 @@ import os
 
 import pytest
 
-OUTER_VARIABLES = (
-    "WANDB_",
-    "SLURM_",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_",
-    "TORCHELASTIC_",
-)
+OUTER_VARIABLES = ("WANDB_", "SLURM_", "MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -86,6 +86,7 @@ REFUSED: dict[str, list[str]] = {
     # a flag
     "--nope": ["--nope: no such flag (--hydra-help lists them); values are set by key=value"],
     "--train.steps=3": ["--train.steps=3: no such flag", "values are set by key=value"],
+    "seed=1 -m train.steps=1,2": ["train.steps=1,2: stands behind a flag; put all flags before the first key=value"],
     "--cfg nope": ["--cfg", "'nope'", "choose from 'job', 'hydra', 'all'", "see --hydra-help"],
     "--config-name nope": ["--config-name nope: no such config; name one that lies in --config-dir, or leave it out"],
     "--config-dir /nope": ["--config-dir /nope: no such folder; name the folder that holds your configs"],
