@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import secrets
 import signal
@@ -20,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rotexp.config import COMPONENTS, Config, writable
+from rotexp.launch.outer import is_first
 from rotexp.wrong_request import check_overrides, explain
 
 WRONG_REQUEST = 2
@@ -38,10 +40,12 @@ def run_command(job: Callable[[DictConfig], int]) -> None:
     codes = [0]
 
     def refuse(reason: str) -> None:
-        sys.stderr.write(f"rotexp: {' '.join(reason.split())}\n")
+        if is_first():
+            sys.stderr.write(f"rotexp: {' '.join(reason.split())}\n")
         codes.append(WRONG_REQUEST)
 
     def run(composed: DictConfig) -> None:
+        _enable_loggers()
         try:
             codes.append(job(composed))
         except REFUSALS as error:  # here, since Hydra would print its own line, and end a sweep
@@ -55,6 +59,7 @@ def run_command(job: Callable[[DictConfig], int]) -> None:
             sys.exit(codes[-1])
 
     register()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of several ranks starve each other
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints in its own format and exits with 1
     try:
         _check_command_line()
@@ -98,6 +103,13 @@ def _check_command_line() -> None:
     if known.config_path:
         raise ValueError(f"--config-path {known.config_path}: would hide rotexp's own configs; use --config-dir")
     check_overrides(known.overrides, sweep=known.multirun)
+
+
+def _enable_loggers() -> None:
+    """Undo what Hydra does before each job of a sweep: silence every logger that the job before has made."""
+    for logger in logging.Logger.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.disabled = False
 
 
 def _remove_if_empty(folder: Path) -> None:

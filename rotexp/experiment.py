@@ -1,9 +1,9 @@
-"""One run on one rank: load, shard, prepare, baseline, train, merge, evaluate, save."""
+"""One run on one rank: load, shard, baseline, prepare, hadamard, train, merge, evaluate, save."""
 
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from rotexp.config import Config, RotationInit, config_digest, to_plain
+from rotexp.config import Config, RotationInit, Strategy, config_digest, to_plain
 from rotexp.inputs import Inputs
 from rotexp.metrics.quality import Quality, evaluate
 from rotexp.metrics.rotations import rotation_metrics
@@ -74,10 +74,12 @@ class Experiment:
                 model = self.load()
             with self.phases("shard"):
                 self.shard(model)
+            with self.phases("baseline"):
+                self.measure_as_it_comes(model)
             with self.phases("prepare"):
                 self.prepare(model)
-            with self.phases("baseline"):
-                self.measure_baseline(model)
+            with self.phases("hadamard"):
+                self.measure_hadamard(model)
             with self.phases("train"):
                 result = self.train(model)
                 self.divergence = Coordinator(model.network, self.communication).divergence()
@@ -138,12 +140,15 @@ class Experiment:
         self.log({"eval/invariance": error})
         self.console.print(f"invariance: relative logit error {error:.1e}", highlight=False)
 
-    def measure_baseline(self, model: RotatedModel) -> None:
-        """Measure the model as it is: float, quantized without rotation, quantized with random Hadamard rotations."""
+    def measure_as_it_comes(self, model: RotatedModel) -> None:
+        """Measure the model as its checkpoint has it, norm gains not folded: float, and quantized without rotation."""
         with model.mode.set(rotate=False, quantize=True):
             quantized, reference = self.evaluate(model)
         self.record("float", reference)
         self.record("quantized", quantized)
+
+    def measure_hadamard(self, model: RotatedModel) -> None:
+        """Measure the quantized model under random Hadamard rotations."""
         if len(model.bank) or model.online:
             start = model.starts(RotationInit.hadamard, seed=self.config.seed)
             with model.bank.holding(start), model.mode.set(rotate=True, quantize=True):
@@ -185,16 +190,18 @@ class Experiment:
             with model.mode.set(rotate=False, quantize=False):
                 return model.logits(token_ids)
 
-        return evaluate(
-            model.logits,
-            reference,
-            self.inputs.evaluation,
-            batch=self.config.evaluation.micro_batch_size,
-            device=self.device,
-            rank=self.communication.rank,
-            world_size=self.communication.world_size,
-            collect=self.communication.reduce_,
-        )
+        sharded = self.config.sharding.strategy is not Strategy.no_shard
+        with nullcontext() if sharded else model.reusing_weights():
+            return evaluate(
+                model.logits,
+                reference,
+                self.inputs.evaluation,
+                batch=self.config.evaluation.micro_batch_size,
+                device=self.device,
+                rank=self.communication.rank,
+                world_size=self.communication.world_size,
+                collect=self.communication.reduce_,
+            )
 
     def record(self, row: str, quality: Quality) -> None:
         """Keep a variant's figures for the summary, and log them."""

@@ -1,6 +1,8 @@
 """Keeps the tests from W&B's servers and from the variables of an outer launcher or of the user's own W&B."""
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,3 +15,13 @@ def own_environment() -> None:
     for name in [name for name in os.environ if name.startswith(OUTER_VARIABLES)]:
         del os.environ[name]
     os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """Put the root logger back as it was, for Hydra configures logging anew for every job of this process."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers

@@ -47,32 +47,42 @@ class RotatedLinear(nn.Module):
         self.output_rotation = output_rotation
         self.online: HadamardTransform | None = None
         self._unbaked = online
+        self.reuse = False
+        self._kept: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x: (..., inputs) to (..., outputs)."""
-        plain_baseline = self.mode.quantize and not self.mode.rotate
-        if self.online is not None and not plain_baseline:
+        if self.online is not None:
             x = self.online(x)
         if self.mode.quantize:
             x = self.input_quantizer(x)
         if self.mode.quantize and self.weight_quantizer.spec.enabled:
-            return F.linear(x, self.weight_quantizer(self._rotated_weight()), self._rotated_bias())
-        return self._rotate_tokens(x, unbake=plain_baseline)
+            return F.linear(x, self._quantized_weight(), self._rotated_bias())
+        return self._rotate_tokens(x)
 
-    def _rotate_tokens(self, x: Tensor, *, unbake: bool) -> Tensor:
+    def _quantized_weight(self) -> Tensor:
+        if not self.reuse:
+            return self.weight_quantizer(self._rotated_weight())
+        if self._kept is None:
+            self._kept = self.weight_quantizer(self._rotated_weight())
+        return self._kept
+
+    def keep_quantized_weight(self, reuse: bool) -> None:
+        """Use the next forward's quantized weight again in those after it, or (False) forget it."""
+        self.reuse, self._kept = reuse, None
+
+    def _rotate_tokens(self, x: Tensor) -> Tensor:
         """Rotate activations instead of the weight, which need not be whole in one basis when it is not quantized."""
         rotate = self.mode.rotate
         if rotate and self.input_rotation is not None:
             x = self.input_rotation.unrotate(x)
-        if unbake and self.online is not None:
-            x = self.online(x)
         y = F.linear(x, self.weight, self.bias)
         return self.output_rotation.rotate(y) if rotate and self.output_rotation is not None else y
 
     def _rotated_weight(self) -> Tensor:
         weight: Tensor = self.weight
         if not self.mode.rotate:
-            return weight if self.online is None else self.online.inverse(weight)
+            return weight
         if self.input_rotation is not None:
             weight = self.input_rotation.rotate(weight)
         return weight if self.output_rotation is None else self.output_rotation.rotate_rows(weight)

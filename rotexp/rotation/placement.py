@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +65,21 @@ class RotatedModel:
         for module in self.rotated_modules:
             if isinstance(module, RotatedLinear):
                 module.weight_quantizer.refresh()
+
+    @contextmanager
+    def reusing_weights(self) -> Iterator[None]:
+        """Rotate and quantize each weight once for all forwards of the block; takes the memory of the whole weights.
+
+        Inside the block neither mode, rotations nor weights may change, except that quantization may be switched off.
+        """
+        linears = [module for module in self.rotated_modules if isinstance(module, RotatedLinear)]
+        for linear in linears:
+            linear.keep_quantized_weight(True)
+        try:
+            yield
+        finally:
+            for linear in linears:
+                linear.keep_quantized_weight(False)
 
     def check_widths(self) -> None:
         """Try every quantizer's group size on the width it will meet.

@@ -198,9 +198,10 @@ def test_every_run_of_a_sweep_is_whole_and_its_own(sweep: dict[str, Run]) -> Non
 
 
 @pytest.mark.parametrize("quant", ["w4a4", "w4a4kv4"])
-def test_without_rotation_the_result_is_the_quantized_model(sweep: dict[str, Run], quant: str) -> None:
+def test_without_rotation_nothing_is_trained_and_the_figures_stay(sweep: dict[str, Run], quant: str) -> None:
+    """Only the folded norm gains, which meet the quantizers differently, tell the result from the model as it came."""
     run = sweep[f"none {quant}"]
-    assert run.summary["evaluation"]["trained"] == run.summary["evaluation"]["quantized"]
+    assert run.perplexities["trained"] == pytest.approx(run.perplexities["quantized"], rel=0.02)
     assert "hadamard" not in run.perplexities
     assert (run.rotations, run.steps, run.summary["train"]["improved"]) == ({}, [], None)
 

@@ -17,7 +17,11 @@ Refusal = Callable[..., str]
 
 @pytest.fixture
 def refusal(
-    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: list[str],
+    own_logging: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Refusal:
     """Ask for the small run with other arguments; returns the line that refuses it."""
 
@@ -204,6 +208,7 @@ def test_a_group_size_that_does_not_divide_is_refused_naming_both(refusal: Refus
 def test_a_folder_that_holds_a_run_is_refused_whatever_became_of_it(
     status: str,
     small: list[str],
+    own_logging: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

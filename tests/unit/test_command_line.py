@@ -1,6 +1,7 @@
 """The command line: a wrong request gets one line and exit code 2, leaves nothing behind, and loads no torch for it."""
 
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -212,7 +213,7 @@ def test_a_sweep_names_every_refused_request_and_ends_with_code_2(tmp_path: Path
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
+def command(own_logging: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
     """Run a job of the test's own by the command line; returns the exit code."""
 
     def run(job: Callable[[DictConfig], int], *arguments: str) -> int:
@@ -239,6 +240,17 @@ def test_a_sweep_runs_every_job_and_ends_with_the_highest_code(command: Callable
 
     assert command(job, "-m", "train.steps=1,2,4") == 1
     assert seen == [1, 2, 4]
+
+
+def test_no_job_of_a_sweep_is_silenced(command: Callable[..., int]) -> None:
+    silenced: list[bool] = []
+
+    def job(composed: DictConfig) -> int:
+        silenced.append(logging.getLogger("rotexp.made_by_the_first_job").disabled)
+        return 0
+
+    assert command(job, "-m", "train.steps=1,2") == 0
+    assert silenced == [False, False]
 
 
 def test_a_signal_ends_a_sweep(command: Callable[..., int]) -> None:
@@ -281,7 +293,7 @@ def test_what_a_job_refuses_is_one_line_and_code_2(
     assert errors.count("\n") == 1
 
 
-def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_defect_keeps_its_traceback(own_logging: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def job(composed: DictConfig) -> int:
         raise RuntimeError("a defect of ours")
 
