@@ -112,6 +112,7 @@ def test_forward_equals_the_formula(turn: str, output: bool, bias: bool, specs: 
         before, after = (
             (case.before, case.after) if rotate else (torch.eye(INPUTS).double(), torch.eye(OUTPUTS).double())
         )
+        before = case.before if turn == "online" else before  # a transform stays online, also without rotations
         turned = x @ before if turn == "online" else x
         weight = reference_quantize(after.T @ case.weight @ before, weight_spec)
         expected = reference_quantize(turned, input_spec) @ weight.T
@@ -193,16 +194,25 @@ def test_switched_off_it_is_the_plain_linear_bit_for_bit(turn: str) -> None:
     assert torch.equal(case.layer(x), F.linear(x, case.layer.weight, case.layer.bias))
 
 
-def test_the_baseline_without_rotation_quantizes_the_original_weight_after_baking() -> None:
-    case = make(turn="online", bias=False, specs=SPECS["weights"], dtype=torch.float32)
-    original = case.weight.float()
-    quantized = FakeQuantizer(WEIGHTS)(original)
+def test_before_baking_the_original_weight_is_quantized() -> None:
+    case = make(turn="online", bias=False, specs=SPECS["weights"], dtype=torch.float32, bake=False)
     with case.mode.set(rotate=False, quantize=True):
         used = case.layer(torch.eye(INPUTS)).T
-    step = original.abs().amax(-1, keepdim=True) / 7
-    off = (used - quantized).abs()
-    assert (off <= 1.001 * step).all()
-    assert (off <= 1e-5).float().mean() > 0.99
+    torch.testing.assert_close(used, FakeQuantizer(WEIGHTS)(case.weight.float()))
+
+
+def test_a_kept_weight_is_used_again_until_it_is_let_go() -> None:
+    case = make(specs=SPECS["weights"])
+    x = normal(5, INPUTS, seed=4)
+    with case.mode.set(rotate=True, quantize=True), torch.no_grad():
+        first = case.layer(x)
+        case.layer.keep_quantized_weight(True)
+        kept = case.layer(x)
+        case.bank.assign({"R_8": torch.eye(8)})
+        assert torch.equal(kept, first)
+        assert torch.equal(case.layer(x), first)
+        case.layer.keep_quantized_weight(False)
+        assert not torch.equal(case.layer(x), first)
 
 
 def test_one_input_is_not_rotated_twice() -> None:
