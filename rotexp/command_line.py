@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import secrets
 import signal
@@ -45,7 +44,6 @@ def run_command(job: Callable[[DictConfig], int]) -> None:
         codes.append(WRONG_REQUEST)
 
     def run(composed: DictConfig) -> None:
-        _enable_loggers()
         try:
             codes.append(job(composed))
         except REFUSALS as error:  # here, since Hydra would print its own line, and end a sweep
@@ -103,13 +101,6 @@ def _check_command_line() -> None:
     if known.config_path:
         raise ValueError(f"--config-path {known.config_path}: would hide rotexp's own configs; use --config-dir")
     check_overrides(known.overrides, sweep=known.multirun)
-
-
-def _enable_loggers() -> None:
-    """Undo what Hydra does before each job of a sweep: silence every logger that the job before has made."""
-    for logger in logging.Logger.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger):
-            logger.disabled = False
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -337,7 +337,7 @@ COMPONENTS: dict[str, dict[str, Any]] = {
 ALLOWED_TARGETS = ("rotexp.optim.", "rotexp.training.objectives.")
 """Prefixes of what `_target_` may name."""
 
-HYDRA_OVERRIDES = [{"override hydra/job_logging": "disabled"}, {"override hydra/hydra_logging": "disabled"}]
+HYDRA_OVERRIDES = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
 """What every primary config must say for itself: Hydra writes no log files of its own."""
 
 MINIMUM_WORLD = {
@@ -501,7 +501,7 @@ def validate_world(config: Config, *, world_size: int) -> None:
         world_size >= minimum,
         "sharding.strategy",
         strategy.name,
-        f"with {minimum} or more ranks, not {world_size}",
+        f"another with {world_size} rank(s), it needs {minimum} or more",
         f"set launch.nproc={minimum} or more, or sharding=no_shard",
     )
     mesh_sizes(config.sharding, world_size=world_size)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 OUTER_VARIABLES = ("WANDB_", "SLURM_", "MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD")
 
@@ -15,6 +16,8 @@ def own_environment() -> None:
     for name in [name for name in os.environ if name.startswith(OUTER_VARIABLES)]:
         del os.environ[name]
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

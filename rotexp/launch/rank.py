@@ -38,7 +38,7 @@ def run_rank(config: Config, inputs: Inputs, folder: Path, *, accelerator: Accel
     try:
         Experiment(config, inputs, folder, accelerator=accelerator).run()
     except Exception:
-        logging.getLogger(__name__).exception("the run failed")
+        logging.getLogger(__name__).info("the run failed", exc_info=True)  # to the file; the parent tells people
         raise
     finally:
         if dist.is_initialized():

@@ -54,7 +54,7 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"model.path: {file} cannot be read as safetensors ({error}): fetch it again") from None
+        raise ValueError(f"model.path={file}: cannot be read as safetensors ({error}); fetch it again") from None
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,14 @@ def save_rotations(
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file({name: matrix.cpu().contiguous() for name, matrix in rotations.items()}, aside, metadata=metadata)
+        aside.chmod(0o666 & ~_umask())
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """Return the process's file mode mask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -89,8 +89,9 @@ class RotatedModel:
         """
         for name, module in self.network.named_modules():
             if isinstance(module, RotatedLinear):
-                for quantizer in (module.weight_quantizer, module.input_quantizer):
-                    _check_width(name, quantizer.spec, module.weight.shape[1])
+                quantizers = {"weights": module.weight_quantizer, "activations": module.input_quantizer}
+                for kind, quantizer in quantizers.items():
+                    _check_width(f"quant.{kind}", quantizer.spec, module.weight.shape[1], where=name)
 
     def starts(self, kind: RotationInit, *, seed: int) -> dict[str, torch.Tensor]:
         """Draw a start of the given kind for every rotation."""
@@ -130,7 +131,7 @@ def place(model: nn.Module, spec: ArchSpec, rotation: RotationConfig, quant: Qua
         model.set_submodule(spec.embedding, RotatedEmbedding(embedding, mode=mode, rotation=residual))
         model.set_submodule(spec.head, factory.build(model.get_submodule(spec.head), residual, None, quantized=False))
     if quant.kv.enabled:
-        _check_width("keys and values", quant.kv, head_dim(config))
+        _check_width("quant.kv", quant.kv, head_dim(config), where="keys and values")
         attention = [layer.get_submodule(spec.attention) for layer in layers]
         quantize_cache(model, attention, quantizer=FakeQuantizer(quant.kv), mode=mode)
     model.register_module(BANK, bank)
@@ -149,11 +150,11 @@ def _input_width(layer: nn.Module, name: str) -> int:
     return linear.in_features
 
 
-def _check_width(name: str, spec: QuantSpec, width: int) -> None:
+def _check_width(key: str, spec: QuantSpec, width: int, *, where: str) -> None:
     try:
         spec.num_groups(width)
     except ValueError as error:
-        raise ValueError(f"quant: {name}: {error}") from None
+        raise ValueError(f"{key}.{error} (at {where})") from None
 
 
 @dataclass(frozen=True)

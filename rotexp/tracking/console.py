@@ -15,7 +15,7 @@ ROWS = {
     "float": "float",
     "quantized": "no rotation",
     "hadamard": "random Hadamard",
-    "trained": "trained",
+    "trained": "trained, merged",
 }
 """Names of the evaluated variants, for people."""
 

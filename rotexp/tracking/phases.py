@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ import torch
 
 from rotexp.metrics.memory import peaks, reset_peaks
 from rotexp.sharding.communication import Communication
+
+LOGGER = logging.getLogger(__name__)
 
 
 class PhaseError(Exception):
@@ -39,6 +42,7 @@ class Phases:
         Raises:
             PhaseError: the block failed.
         """
+        LOGGER.info("phase %s", name)
         reset_peaks(self._device)
         began = time.perf_counter()
         try:

@@ -20,11 +20,14 @@ def versions() -> dict[str, str]:
 def train_summary(result: TrainResult, evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """Return what training did; losses in nats, the best step counted from 1.
 
-    `improved` compares held-out perplexity with that of random Hadamard rotations; null where there is none to compare.
+    `improved` compares held-out perplexity with that of random Hadamard rotations; null where nothing was trained or
+    there is none to compare.
     """
     losses = result.losses
     hadamard = evaluation.get("hadamard")
-    improved = hadamard and evaluation["trained"]["perplexity"] < hadamard["perplexity"]
+    improved = None
+    if losses and hadamard is not None:
+        improved = evaluation["trained"]["perplexity"] < hadamard["perplexity"]
     return {
         "steps": len(losses),
         "loss_start": losses[0] if losses else None,

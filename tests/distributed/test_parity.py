@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ranks_experiment import run_experiments
 from world import run_world
-
-from runs import run_experiments
 
 CASES: dict[int, dict[str, list[str]]] = {
     1: {

@@ -242,7 +242,7 @@ def test_a_missing_shard_is_named(saved: Saved) -> None:
 def test_corrupt_weights_are_refused_naming_the_file(saved: Saved, content: bytes) -> None:
     folder = saved()
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=f"model.path: {folder}/model.safetensors cannot be read as safetensors"):
+    with pytest.raises(ValueError, match=f"model.path={folder}/model.safetensors: cannot be read as safetensors"):
         opened(folder)
 
 

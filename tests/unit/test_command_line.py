@@ -108,7 +108,7 @@ OWN_CONFIGS = {
     "unknown_key": "defaults: [config, _self_]\ntrain: {step: 3}\n",
     "wrong_type": "defaults: [config, _self_]\ntrain: {steps: many}\n",
     "broken": "defaults: [config, _self_]\ntrain: {steps: [\n",
-    "no_schema": "defaults: [hydra_settings, _self_, {override hydra/job_logging: disabled}]\nseed: 1\n",
+    "no_schema": "defaults: [hydra_settings, _self_, {override hydra/job_logging: none}]\nseed: 1\n",
     "no_option": "defaults: [config, {override model: nope}, _self_]\n",
 }
 
