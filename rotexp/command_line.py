@@ -19,7 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from rotexp.config import COMPONENTS, Config, writable
+from rotexp.compose import writable
+from rotexp.config import COMPONENTS, Config
 from rotexp.launch.outer import is_first
 from rotexp.wrong_request import check_overrides, explain
 

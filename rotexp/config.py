@@ -1,23 +1,15 @@
-"""The schema of every run: dataclasses, their registration with Hydra, cross-field validation, checked `_target_`.
+"""The schema of every run: enums and frozen dataclasses, one a group.
 
 Nothing here imports torch or transformers, so that `--help` and `--cfg job` answer at once.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import hashlib
-import importlib
-import importlib.util
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING
 
 from rotexp.optim.options import CayleySGDOptions
 from rotexp.quant.spec import QuantSpec
@@ -211,7 +203,7 @@ class TopKObjectiveConfig(ObjectiveConfig):
 
     def validate(self, key: str) -> None:
         """Raise ValueError when an option cannot be used."""
-        _require(self.k >= 1, f"{key}.k", self.k, "at least 1", "name how many tokens of the float model to compare")
+        require(self.k >= 1, f"{key}.k", self.k, "at least 1", "name how many tokens of the float model to compare")
 
 
 @dataclass(frozen=True)
@@ -334,12 +326,6 @@ COMPONENTS: dict[str, dict[str, Any]] = {
 }
 """The schema of each option of a group whose options have fields of their own."""
 
-ALLOWED_TARGETS = ("rotexp.optim.", "rotexp.training.objectives.")
-"""Prefixes of what `_target_` may name."""
-
-HYDRA_OVERRIDES = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
-"""What every primary config must say for itself: Hydra writes no log files of its own."""
-
 MINIMUM_WORLD = {
     Strategy.no_shard: 1,
     Strategy.full: 2,
@@ -350,309 +336,8 @@ MINIMUM_WORLD = {
 """The smallest world in which a strategy is not trivial."""
 
 
-def writable(schema: Any) -> DictConfig:
-    """Return the structured config of a frozen dataclass, without the read-only flag OmegaConf gives those."""
-    config: DictConfig = OmegaConf.structured(schema)
-    pending = [config]
-    while pending:
-        node = pending.pop()
-        node._set_flag("readonly", None)
-        pending += [child for key in node if isinstance(child := node._get_node(key), DictConfig)]
-    return config
-
-
-class UnknownKeyError(ValueError):
-    """A key that the schema does not have."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(f"{key}: no such key; remove it")
-        self.key = key
-
-
-def to_config(composed: DictConfig) -> Config:
-    """Turn Hydra's composition into frozen dataclasses, file names made absolute, and check it.
-
-    Raises:
-        ValueError: a value, or a combination of values, that cannot be used.
-    """
-    if OmegaConf.get_type(composed) is not Config:
-        raise ValueError("the configuration is not based on the schema; begin its defaults list with `- schema`")
-    if unknown := next(_unknown_keys(composed), None):
-        raise UnknownKeyError(unknown)
-    if missing := sorted(OmegaConf.missing_keys(composed)):
-        group = missing[0].partition(".")[0]
-        raise ValueError(f"{missing[0]}: has no value; choose one by {group}=OPTION, or set {missing[0]}=…")
-    config = OmegaConf.to_object(composed)
-    assert isinstance(config, Config)
-    config = dataclasses.replace(config, data=_absolute_files(config.data))
-    validate(config)
-    return config
-
-
-def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Yield the keys that are in no dataclass; Hydra's `++` adds such, and files of the user's own may."""
-    schema = OmegaConf.get_type(node)
-    known = {option.name for option in dataclasses.fields(schema)} if dataclasses.is_dataclass(schema) else set()
-    for key in node:
-        if key not in known:
-            yield f"{prefix}{key!s}"
-        elif isinstance(child := node._get_node(key), DictConfig) and not child._is_none():
-            yield from _unknown_keys(child, f"{prefix}{key}.")
-
-
-def _absolute_files(data: DataConfig) -> DataConfig:
-    def absolute(file: str | None) -> str | None:
-        return str(Path(file).resolve()) if file else None
-
-    return dataclasses.replace(data, calibration=absolute(data.calibration), evaluation=absolute(data.evaluation))
-
-
-def to_plain(config: Config) -> dict[str, Any]:
-    """Return `config` as nested dicts of plain values (enums as their names)."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True, enum_to_str=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
-
-
-def resolved_yaml(config: Config) -> str:
-    """Return YAML that runs again: `python -m rotexp.train --config-dir DIR --config-name config.resolved`."""
-    schemas = [{f"schema/{group}@{group}": getattr(config, group).name} for group in COMPONENTS]
-    header = ["hydra_settings", "schema", *schemas, "_self_", *HYDRA_OVERRIDES]
-    return OmegaConf.to_yaml(OmegaConf.create({"defaults": header, **to_plain(config)}))
-
-
-def config_digest(config: Config) -> str:
-    """Return 16 hex digits that differ when any value of the configuration differs."""
-    return hashlib.sha256(json.dumps(to_plain(config), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def build(component: Any, *arguments: Any) -> Any:
-    """Call what `component._target_` names with `arguments` and the component's other fields.
-
-    Raises:
-        ValueError: the target is not allowed; nothing was imported or called then.
-    """
-    module, _, name = check_target(component).rpartition(".")
-    factory = getattr(importlib.import_module(module), name)
-    options = {option.name: getattr(component, option.name) for option in dataclasses.fields(component)}
-    return factory(*arguments, **{key: value for key, value in options.items() if key not in ("name", "_target_")})
-
-
-def check_target(component: Any, *, key: str = "_target_") -> str:
-    """Return the component's `_target_` if it names a class that a module of the allow-list itself defines.
-
-    The module's text is read, not run: what it imports cannot be reached through it.
-
-    Raises:
-        ValueError: it does not.
-    """
-    target = str(getattr(component, "_target_", None))
-    allowed = f"a class of {' or '.join(prefix.rstrip('.') for prefix in ALLOWED_TARGETS)}"
-    module, _, name = target.rpartition(".")
-    inside = target.startswith(ALLOWED_TARGETS) and module.count(".") == 2
-    _require(inside and name in _classes(module), key, target, allowed, "leave it as the option sets it")
-    return target
-
-
-def _classes(module: str) -> set[str]:
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return set()
-    return {node.name for node in ast.parse(Path(spec.origin).read_bytes()).body if isinstance(node, ast.ClassDef)}
-
-
-def validate(config: Config) -> None:
-    """Check every value and every combination that can be checked without a model, a text or a device.
-
-    Raises:
-        ValueError: one line with the key, its value, what is allowed and what to do.
-    """
-    _require(config.seed >= 0, "seed", config.seed, "0 or more", "choose another")
-    _validate_model(config.model)
-    _validate_data(config.data)
-    _validate_quant(config.quant)
-    _validate_rotation(config)
-    _validate_train(config.train)
-    _validate_evaluation(config.evaluation)
-    for key in ("rotation_every", "divergence_every"):
-        value = getattr(config.metrics, key)
-        _require(value >= 1, f"metrics.{key}", value, "at least 1", "1 takes it every step")
-    _validate_sharding(config.sharding)
-    states = ("forward", "pre_backward", "post_backward", "idle")
-    unknown = [state for state in config.sync_mode.states if state not in states]
-    _require(not unknown, "sync_mode.states", ", ".join(unknown), f"of {', '.join(states)}", "name those to wait in")
-    _validate_launch(config)
-    for group in COMPONENTS:
-        component = getattr(config, group)
-        check_target(component, key=f"{group}._target_")
-        if hasattr(component, "validate"):
-            component.validate(group)
-
-
-def validate_world(config: Config, *, world_size: int) -> None:
-    """Check what depends on the number of ranks.
-
-    Raises:
-        ValueError: the strategy is trivial in that world, or the global batch cannot be split over it.
-    """
-    strategy, batch = config.sharding.strategy, config.data.global_batch_size
-    minimum = MINIMUM_WORLD[strategy]
-    _require(
-        world_size >= minimum,
-        "sharding.strategy",
-        strategy.name,
-        f"another with {world_size} rank(s), it needs {minimum} or more",
-        f"set launch.nproc={minimum} or more, or sharding=no_shard",
-    )
-    mesh_sizes(config.sharding, world_size=world_size)
-    _require(
-        batch % world_size == 0,
-        "data.global_batch_size",
-        batch,
-        f"a multiple of the {world_size} ranks",
-        "change it or launch.nproc",
-    )
-    micro = config.train.micro_batch_size
-    _require(
-        micro is None or batch // world_size % micro == 0,
-        "train.micro_batch_size",
-        micro,
-        f"a divisor of {batch // world_size} (data.global_batch_size={batch} over {world_size} ranks)",
-        "change one of them",
-    )
-
-
-def mesh_sizes(sharding: ShardingConfig, *, world_size: int, ranks_per_node: int | None = None) -> tuple[int, int]:
-    """Return how many replicas there are, and over how many ranks each is split.
-
-    Args:
-        ranks_per_node: where known, the hybrids shard within a node.
-
-    Raises:
-        ValueError: `replicate` times `shard` is not the number of ranks.
-    """
-    strategy = sharding.strategy
-    if not strategy.two_dimensional:
-        return (world_size, 1) if strategy is Strategy.no_shard else (1, world_size)
-    replicate, shard = sharding.replicate, sharding.shard
-    if replicate is None and shard is None:
-        several_nodes = ranks_per_node is not None and 1 < ranks_per_node < world_size
-        shard = ranks_per_node if several_nodes else world_size // 2
-    replicate = replicate if replicate is not None else world_size // (shard or 1)
-    shard = shard if shard is not None else world_size // replicate
-    sizes = f"sharding.replicate={replicate} sharding.shard={shard}"
-    if replicate * shard != world_size or min(replicate, shard) < 2:
-        raise ValueError(
-            f"{sizes}: their product must be the {world_size} ranks and each at least 2 for sharding={strategy.name}; "
-            f"change them or launch.nproc, or use sharding=full"
-        )
-    return replicate, shard
-
-
-def _require(condition: bool, key: str, value: object, allowed: str, remedy: str) -> None:
+def require(condition: bool, key: str, value: object, allowed: str, remedy: str) -> None:
+    """Raise ValueError in one line (key, value, what is allowed, what to do) unless the condition holds."""
     if not condition:
         shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
         raise ValueError(f"{key}={shown}: must be {allowed}; {remedy}")
-
-
-def _validate_model(model: ModelConfig) -> None:
-    if model.source is ModelSource.hf:
-        _require(bool(model.path), "model.path", model.path, "a hub id or a folder", "set model.path=DIR_OR_HUB_ID")
-    if model.source is ModelSource.random:
-        sizes = "nano, 135m, 360m, 1b, 3b, 8b, 70b"
-        _require(model.size in sizes.split(", "), "model.size", model.size, f"one of {sizes}", "set model.size=…")
-
-
-def _validate_data(data: DataConfig) -> None:
-    if data.source is DataSource.text:
-        for name in ("calibration", "evaluation"):
-            _require(bool(getattr(data, name)), f"data.{name}", None, "a text file", f"set data.{name}=FILE")
-        _require(
-            data.calibration != data.evaluation,
-            "data.evaluation",
-            data.evaluation,
-            "another file than data.calibration",
-            "held-out figures need text that was not trained on",
-        )
-    _require(data.sequence_length >= 2, "data.sequence_length", data.sequence_length, "at least 2", "lengthen it")
-    _require(data.global_batch_size >= 1, "data.global_batch_size", data.global_batch_size, "at least 1", "enlarge it")
-
-
-def _validate_quant(quant: QuantConfig) -> None:
-    for name in ("weights", "activations", "kv"):
-        getattr(quant, name).validate(f"quant.{name}")
-    _require(quant.refresh_every >= 1, "quant.refresh_every", quant.refresh_every, "at least 1", "1 is every step")
-    for name in ("activations", "kv"):
-        search = getattr(quant, name).clip_search
-        _require(not search, f"quant.{name}.clip_search", search, "false", "only quant.weights.clip_search can be true")
-
-
-def _validate_rotation(config: Config) -> None:
-    rotation, steps = config.rotation, config.train.steps
-    if rotation.learned and steps:
-        _require(
-            rotation.r1 or rotation.r2,
-            "rotation.learned",
-            True,
-            "false when neither rotation.r1 nor rotation.r2 is on",
-            "set rotation=none, or one of the two",
-        )
-        _require(
-            config.quant.enabled,
-            "quant",
-            config.quant.name,
-            "something that quantizes when rotations are trained",
-            "set another quant, rotation=hadamard or train.steps=0",
-        )
-
-
-def _validate_train(train: TrainConfig) -> None:
-    micro, norm = train.micro_batch_size, train.max_grad_norm
-    _require(train.steps >= 0, "train.steps", train.steps, "0 or more", "0 evaluates without training")
-    _require(micro is None or micro >= 1, "train.micro_batch_size", micro, "at least 1 or null", "enlarge it")
-    _require(norm is None or norm > 0, "train.max_grad_norm", norm, "above 0 or null", "null switches clipping off")
-    warmup = train.warmup_steps
-    _require(0 <= warmup <= train.steps, "train.warmup_steps", warmup, "0 to train.steps", "shorten it")
-    _require(train.log_every >= 1, "train.log_every", train.log_every, "at least 1", "1 logs every step")
-
-
-def _validate_evaluation(evaluation: EvaluationConfig) -> None:
-    windows = evaluation.max_windows
-    _require(evaluation.window >= 2, "evaluation.window", evaluation.window, "at least 2", "lengthen it")
-    _require(windows is None or windows >= 1, "evaluation.max_windows", windows, "at least 1 or null", "enlarge it")
-    micro = evaluation.micro_batch_size
-    _require(micro >= 1, "evaluation.micro_batch_size", micro, "at least 1", "enlarge it")
-
-
-def _validate_sharding(sharding: ShardingConfig) -> None:
-    for name in ("min_shard_size", "forward_prefetch", "backward_prefetch"):
-        value = getattr(sharding, name)
-        _require(value >= 0, f"sharding.{name}", value, "0 or more", "0 leaves it to FSDP2")
-    for name in ("replicate", "shard", "reshard_after_forward"):
-        value = getattr(sharding, name)
-        _require(value is None or value >= 2, f"sharding.{name}", value, "at least 2 or null", "null decides by itself")
-    if not sharding.strategy.two_dimensional:
-        for name in ("replicate", "shard"):
-            value = getattr(sharding, name)
-            _require(value is None, f"sharding.{name}", value, "null for a one-dimensional strategy", "use a hybrid")
-    if not sharding.strategy.reshards_after_forward:
-        group = sharding.reshard_after_forward
-        _require(group is None, "sharding.reshard_after_forward", group, "null here", "use sharding=full or hybrid")
-    if sharding.strategy is Strategy.no_shard:
-        changed = [
-            option.name
-            for option in dataclasses.fields(sharding)
-            if option.name != "strategy" and getattr(sharding, option.name) != option.default
-        ]
-        _require(not changed, "sharding", "no_shard", f"without {', '.join(changed)}", "use another sharding")
-
-
-def _validate_launch(config: Config) -> None:
-    launch = config.launch
-    for name in ("nproc", "threads"):
-        value = getattr(launch, name)
-        _require(value is None or value >= 1, f"launch.{name}", value, "at least 1 or null", "null decides by itself")
-    minutes = launch.timeout_minutes
-    _require(0 < minutes <= 1e6, "launch.timeout_minutes", minutes, "above 0 and at most 1e6", "the default is 30")
-    if launch.kind is LaunchKind.inline:
-        _require(launch.nproc in (None, 1), "launch.nproc", launch.nproc, "1 for launch=inline", "use launch=elastic")

@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from rotexp.config import Config, RotationInit, Strategy, config_digest, to_plain
+from rotexp.compose import config_digest, to_plain
+from rotexp.config import Config, RotationInit, Strategy
 from rotexp.inputs import Inputs
 from rotexp.metrics.quality import Quality, evaluate
 from rotexp.metrics.rotations import rotation_metrics

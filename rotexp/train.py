@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from rotexp.command_line import run_command
-from rotexp.config import to_config
+from rotexp.compose import to_config
 
 
 def train(composed: DictConfig) -> int:

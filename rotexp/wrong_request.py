@@ -22,7 +22,8 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from rotexp.config import COMPONENTS, Config, UnknownKeyError
+from rotexp.compose import UnknownKeyError
+from rotexp.config import COMPONENTS, Config
 
 KINDS = {IntegerNode: "a whole number", FloatNode: "a number", BooleanNode: "true or false", ListConfig: "a list"}
 """What a key takes, by the node that holds its value."""

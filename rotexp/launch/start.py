@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rotexp.config import MINIMUM_WORLD, Config, LaunchKind, SyncMode, resolved_yaml, validate_world
+from rotexp.compose import resolved_yaml
+from rotexp.config import MINIMUM_WORLD, Config, LaunchKind, SyncMode
 from rotexp.launch.outer import adopt, is_first
 from rotexp.launch.signals import Interrupted, interruptible
 from rotexp.tracking.files import SUMMARY_FILE, read_summary, write_atomically, write_summary
+from rotexp.validation import validate_world
 
 DONE, FAILED = 0, 1
 

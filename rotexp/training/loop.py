@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
-from rotexp.config import Config, build
+from rotexp.config import Config
 from rotexp.data.blocks import BlockDataset, BlockSampler, TokenBlocks
 from rotexp.metrics.rotations import rotation_metrics
 from rotexp.rotation.placement import RotatedModel
 from rotexp.sharding.communication import Communication
 from rotexp.sync.guard import GuardCounts, UnshardGuard
+from rotexp.targets import build
 from rotexp.training.coordinator import Coordinator, Norms
 
 Log = Callable[[int, dict[str, float]], None]

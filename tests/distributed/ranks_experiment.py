@@ -24,7 +24,7 @@ def compose(overrides: list[str]) -> Any:
     from hydra import initialize_config_module
 
     from rotexp.command_line import register
-    from rotexp.config import to_config
+    from rotexp.compose import to_config
 
     register()
     with initialize_config_module("rotexp.conf", version_base="1.3"):

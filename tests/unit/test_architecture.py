@@ -28,6 +28,9 @@ ORDER = (
     "data",
     "sync",
     "sharding",
+    "compose",
+    "validation",
+    "targets",
     "config",
     "quant",
     "optim",
@@ -126,7 +129,7 @@ def test_sharding_and_synchronization_do_not_know_what_is_trained(above: str) ->
 def test_only_the_entry_and_the_command_line_know_hydra() -> None:
     command_line = {"rotexp.train", "rotexp.command_line", "rotexp.wrong_request"}
     assert users_of("hydra") == command_line
-    assert users_of("omegaconf") <= command_line | {"rotexp.config"}
+    assert users_of("omegaconf") <= command_line | {"rotexp.config", "rotexp.compose"}
 
 
 def test_only_tracking_knows_wandb() -> None:

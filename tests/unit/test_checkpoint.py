@@ -24,7 +24,6 @@ from rotexp.config import (
     ModelSource,
     QuantConfig,
     RotationConfig,
-    validate,
 )
 from rotexp.models.arch import LLAMA
 from rotexp.models.checkpoint import Checkpoint, RandomWeights, SafetensorsWeights
@@ -32,6 +31,7 @@ from rotexp.models.load import RANDOM_SIZES, build_model, load_tokenizer, open_c
 from rotexp.models.materialize import materialize
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.placement import place
+from rotexp.validation import validate
 
 CPU = torch.device("cpu")
 Saved = Callable[..., Path]

@@ -15,25 +15,12 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from rotexp.command_line import register
-from rotexp.config import (
-    COMPONENTS,
-    Config,
-    Dtype,
-    ObjectiveConfig,
-    Strategy,
-    SyncMode,
-    UnknownKeyError,
-    build,
-    check_target,
-    config_digest,
-    resolved_yaml,
-    to_config,
-    to_plain,
-    validate,
-    validate_world,
-)
+from rotexp.compose import UnknownKeyError, config_digest, resolved_yaml, to_config, to_plain
+from rotexp.config import COMPONENTS, Config, Dtype, ObjectiveConfig, Strategy, SyncMode
 from rotexp.optim.options import Solver, StepRule
+from rotexp.targets import build, check_target
 from rotexp.training.objectives import CrossEntropy, TopKKLDivergence
+from rotexp.validation import validate, validate_world
 
 CONF = Path(rotexp.conf.__path__[0])
 OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml"))

@@ -1,0 +1,214 @@
+"""Every check of a configuration that needs no model, text or device: single values, and combinations across groups."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rotexp.config import (
+    COMPONENTS,
+    MINIMUM_WORLD,
+    Config,
+    DataConfig,
+    DataSource,
+    EvaluationConfig,
+    LaunchKind,
+    ModelConfig,
+    ModelSource,
+    QuantConfig,
+    ShardingConfig,
+    Strategy,
+    TrainConfig,
+    require,
+)
+from rotexp.targets import check_target
+
+
+def validate(config: Config) -> None:
+    """Check every value and every combination that can be checked without a model, a text or a device.
+
+    Raises:
+        ValueError: one line with the key, its value, what is allowed and what to do.
+    """
+    require(config.seed >= 0, "seed", config.seed, "0 or more", "choose another")
+    _validate_model(config.model)
+    _validate_data(config.data)
+    _validate_quant(config.quant)
+    _validate_rotation(config)
+    _validate_train(config.train)
+    _validate_evaluation(config.evaluation)
+    for key in ("rotation_every", "divergence_every"):
+        value = getattr(config.metrics, key)
+        require(value >= 1, f"metrics.{key}", value, "at least 1", "1 takes it every step")
+    _validate_sharding(config.sharding)
+    states = ("forward", "pre_backward", "post_backward", "idle")
+    unknown = [state for state in config.sync_mode.states if state not in states]
+    require(not unknown, "sync_mode.states", ", ".join(unknown), f"of {', '.join(states)}", "name those to wait in")
+    _validate_launch(config)
+    for group in COMPONENTS:
+        component = getattr(config, group)
+        check_target(component, key=f"{group}._target_")
+        if hasattr(component, "validate"):
+            component.validate(group)
+
+
+def validate_world(config: Config, *, world_size: int) -> None:
+    """Check what depends on the number of ranks.
+
+    Raises:
+        ValueError: the strategy is trivial in that world, or the global batch cannot be split over it.
+    """
+    strategy, batch = config.sharding.strategy, config.data.global_batch_size
+    minimum = MINIMUM_WORLD[strategy]
+    require(
+        world_size >= minimum,
+        "sharding.strategy",
+        strategy.name,
+        f"in a world of {minimum} or more ranks, not {world_size}",
+        f"set launch.nproc={minimum} or more, or sharding=no_shard",
+    )
+    mesh_sizes(config.sharding, world_size=world_size)
+    require(
+        batch % world_size == 0,
+        "data.global_batch_size",
+        batch,
+        f"a multiple of the {world_size} ranks",
+        "change it or launch.nproc",
+    )
+    micro = config.train.micro_batch_size
+    require(
+        micro is None or batch // world_size % micro == 0,
+        "train.micro_batch_size",
+        micro,
+        f"a divisor of {batch // world_size} (data.global_batch_size={batch} over {world_size} ranks)",
+        "change one of them",
+    )
+
+
+def mesh_sizes(sharding: ShardingConfig, *, world_size: int, ranks_per_node: int | None = None) -> tuple[int, int]:
+    """Return how many replicas there are, and over how many ranks each is split.
+
+    Args:
+        ranks_per_node: where known, the hybrids shard within a node.
+
+    Raises:
+        ValueError: `replicate` times `shard` is not the number of ranks.
+    """
+    strategy = sharding.strategy
+    if not strategy.two_dimensional:
+        return (world_size, 1) if strategy is Strategy.no_shard else (1, world_size)
+    replicate, shard = sharding.replicate, sharding.shard
+    if replicate is None and shard is None:
+        several_nodes = ranks_per_node is not None and 1 < ranks_per_node < world_size
+        shard = ranks_per_node if several_nodes else world_size // 2
+    replicate = replicate if replicate is not None else world_size // (shard or 1)
+    shard = shard if shard is not None else world_size // replicate
+    sizes = f"sharding.replicate={replicate} sharding.shard={shard}"
+    if replicate * shard != world_size or min(replicate, shard) < 2:
+        raise ValueError(
+            f"{sizes}: their product must be the {world_size} ranks and each at least 2 for sharding={strategy.name}; "
+            f"change them or launch.nproc, or use sharding=full"
+        )
+    return replicate, shard
+
+
+def _validate_model(model: ModelConfig) -> None:
+    if model.source is ModelSource.hf:
+        require(bool(model.path), "model.path", model.path, "a hub id or a folder", "set model.path=DIR_OR_HUB_ID")
+    if model.source is ModelSource.random:
+        sizes = "nano, 135m, 360m, 1b, 3b, 8b, 70b"
+        require(model.size in sizes.split(", "), "model.size", model.size, f"one of {sizes}", "set model.size=…")
+
+
+def _validate_data(data: DataConfig) -> None:
+    if data.source is DataSource.text:
+        for name in ("calibration", "evaluation"):
+            require(bool(getattr(data, name)), f"data.{name}", None, "a text file", f"set data.{name}=FILE")
+        require(
+            data.calibration != data.evaluation,
+            "data.evaluation",
+            data.evaluation,
+            "another file than data.calibration",
+            "held-out figures need text that was not trained on",
+        )
+    require(data.sequence_length >= 2, "data.sequence_length", data.sequence_length, "at least 2", "lengthen it")
+    require(data.global_batch_size >= 1, "data.global_batch_size", data.global_batch_size, "at least 1", "enlarge it")
+
+
+def _validate_quant(quant: QuantConfig) -> None:
+    for name in ("weights", "activations", "kv"):
+        getattr(quant, name).validate(f"quant.{name}")
+    require(quant.refresh_every >= 1, "quant.refresh_every", quant.refresh_every, "at least 1", "1 is every step")
+    for name in ("activations", "kv"):
+        search = getattr(quant, name).clip_search
+        require(not search, f"quant.{name}.clip_search", search, "false", "only quant.weights.clip_search can be true")
+
+
+def _validate_rotation(config: Config) -> None:
+    rotation, steps = config.rotation, config.train.steps
+    if rotation.learned and steps:
+        require(
+            rotation.r1 or rotation.r2,
+            "rotation.learned",
+            True,
+            "false when neither rotation.r1 nor rotation.r2 is on",
+            "set rotation=none, or one of the two",
+        )
+        require(
+            config.quant.enabled,
+            "quant",
+            config.quant.name,
+            "something that quantizes when rotations are trained",
+            "set another quant, rotation=hadamard or train.steps=0",
+        )
+
+
+def _validate_train(train: TrainConfig) -> None:
+    micro, norm = train.micro_batch_size, train.max_grad_norm
+    require(train.steps >= 0, "train.steps", train.steps, "0 or more", "0 evaluates without training")
+    require(micro is None or micro >= 1, "train.micro_batch_size", micro, "at least 1 or null", "enlarge it")
+    require(norm is None or norm > 0, "train.max_grad_norm", norm, "above 0 or null", "null switches clipping off")
+    warmup = train.warmup_steps
+    require(0 <= warmup <= train.steps, "train.warmup_steps", warmup, "0 to train.steps", "shorten it")
+    require(train.log_every >= 1, "train.log_every", train.log_every, "at least 1", "1 logs every step")
+
+
+def _validate_evaluation(evaluation: EvaluationConfig) -> None:
+    windows = evaluation.max_windows
+    require(evaluation.window >= 2, "evaluation.window", evaluation.window, "at least 2", "lengthen it")
+    require(windows is None or windows >= 1, "evaluation.max_windows", windows, "at least 1 or null", "enlarge it")
+    micro = evaluation.micro_batch_size
+    require(micro >= 1, "evaluation.micro_batch_size", micro, "at least 1", "enlarge it")
+
+
+def _validate_sharding(sharding: ShardingConfig) -> None:
+    for name in ("min_shard_size", "forward_prefetch", "backward_prefetch"):
+        value = getattr(sharding, name)
+        require(value >= 0, f"sharding.{name}", value, "0 or more", "0 leaves it to FSDP2")
+    for name in ("replicate", "shard", "reshard_after_forward"):
+        value = getattr(sharding, name)
+        require(value is None or value >= 2, f"sharding.{name}", value, "at least 2 or null", "null decides by itself")
+    if not sharding.strategy.two_dimensional:
+        for name in ("replicate", "shard"):
+            value = getattr(sharding, name)
+            require(value is None, f"sharding.{name}", value, "null for a one-dimensional strategy", "use a hybrid")
+    if not sharding.strategy.reshards_after_forward:
+        group = sharding.reshard_after_forward
+        require(group is None, "sharding.reshard_after_forward", group, "null here", "use sharding=full or hybrid")
+    if sharding.strategy is Strategy.no_shard:
+        changed = [
+            option.name
+            for option in dataclasses.fields(sharding)
+            if option.name != "strategy" and getattr(sharding, option.name) != option.default
+        ]
+        require(not changed, "sharding", "no_shard", f"without {', '.join(changed)}", "use another sharding")
+
+
+def _validate_launch(config: Config) -> None:
+    launch = config.launch
+    for name in ("nproc", "threads"):
+        value = getattr(launch, name)
+        require(value is None or value >= 1, f"launch.{name}", value, "at least 1 or null", "null decides by itself")
+    minutes = launch.timeout_minutes
+    require(0 < minutes <= 1e6, "launch.timeout_minutes", minutes, "above 0 and at most 1e6", "the default is 30")
+    if launch.kind is LaunchKind.inline:
+        require(launch.nproc in (None, 1), "launch.nproc", launch.nproc, "1 for launch=inline", "use launch=elastic")
