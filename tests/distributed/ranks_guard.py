@@ -46,9 +46,14 @@ def _step(model: nn.Module) -> list[Any]:
     return [loss.item(), gradients]
 
 
-def count(mode: str, checkpointed: bool, reshard: bool | int) -> dict[str, Any]:
-    """Take one guarded step, and one unguarded step of an equal model."""
+def count_all(cases: list[tuple[str, bool, bool | int]]) -> list[dict[str, Any]]:
+    """Count in each case (mode, gradient checkpointing, what is resharded after forward)."""
     dist.init_process_group("gloo")
+    return [_count(*case) for case in cases]
+
+
+def _count(mode: str, checkpointed: bool, reshard: bool | int) -> dict[str, Any]:
+    """Take one guarded step, and one unguarded step of an equal model."""
     originals = FSDPParamGroup.wait_for_unshard, FSDPParamGroup.reshard
     plain = _step(_model(checkpointed=checkpointed, reshard=reshard))
     model = _model(checkpointed=checkpointed, reshard=reshard)

@@ -21,14 +21,33 @@ KEPT = {"forward": 3}
 """Gathered parameters stay until backward."""
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize(("reshard", "unshards"), [(True, RESHARDED), (False, KEPT), (2, RESHARDED)])
-@pytest.mark.parametrize("mode", ["universal", "selective", "event"])
-def test_counts_and_values(
-    tmp_path: Path, mode: str, reshard: bool | int, unshards: dict[str, int], checkpointed: bool
-) -> None:
-    world_size = 4 if reshard == 2 and reshard is not True else 2
-    for rank in run_world(on_ranks.count, mode, checkpointed, reshard, world_size=world_size, folder=tmp_path):
+MODES = ("universal", "selective", "event", "off")
+CASES = [
+    (world_size, mode, checkpointed, reshard)
+    for world_size, reshards in ((2, (True, False)), (4, (2,)))
+    for mode in MODES
+    for checkpointed in (False, True)
+    for reshard in reshards
+]
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
+    """What every rank counted in every case."""
+    found: dict[Any, list[dict[str, Any]]] = {}
+    for world_size in (2, 4):
+        cases = [case for case in CASES if case[0] == world_size]
+        folder = tmp_path_factory.mktemp(f"world{world_size}")
+        ranks = run_world(on_ranks.count_all, [case[1:] for case in cases], world_size=world_size, folder=folder)
+        found |= {case: [rank[index] for rank in ranks] for index, case in enumerate(cases)}
+    return found
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] != "off"], ids=str)
+def test_counts_and_values(counted: Any, case: tuple[int, str, bool, bool | int]) -> None:
+    _, mode, _, reshard = case
+    unshards = RESHARDED if reshard else KEPT
+    for rank in counted[case]:
         assert rank["unshards"] == unshards
         assert rank["barriers"] == (0 if mode == "event" else sum(unshards.values()))
         assert rank["groups"] == 3
@@ -37,16 +56,18 @@ def test_counts_and_values(
         _assert_bit_equal(rank["guarded"], rank["plain"])
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] == "off"], ids=str)
+def test_off_touches_nothing(counted: Any, case: Any) -> None:
+    for rank in counted[case]:
+        assert not rank["touched"]
+        assert rank["groups"] == 0
+        _assert_bit_equal(rank["guarded"], rank["plain"])
+
+
 def _assert_bit_equal(found: list[Any], expected: list[Any]) -> None:
     assert found[0] == expected[0]
     for one, other in zip(found[1], expected[1], strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_off_touches_nothing(tmp_path: Path) -> None:
-    for rank in run_world(on_ranks.count, "off", False, True, world_size=2, folder=tmp_path):
-        assert not rank["touched"]
-        assert rank["groups"] == 0
 
 
 def test_a_second_install_merges_and_never_wraps_twice(tmp_path: Path) -> None:

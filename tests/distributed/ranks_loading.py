@@ -1,0 +1,48 @@
+"""What the ranks of the loading tests do: build, shard and read a checkpoint, watching their own memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rotexp.config import ModelConfig, ModelSource, QuantConfig, RotationConfig, ShardingConfig, Strategy
+from rotexp.metrics.memory import peak_rss_bytes, reset_peaks
+from rotexp.models.arch import LLAMA
+from rotexp.models.load import build_model, open_checkpoint
+from rotexp.models.materialize import materialize
+from rotexp.rotation.placement import place
+from rotexp.sharding.shards import whole
+from rotexp.sharding.strategies import shard
+
+
+def load(folder: str) -> dict[str, Any]:
+    """Load the checkpoint fully sharded; return bytes, growth of the peak resident set, buffers and one weight."""
+    dist.init_process_group("gloo")
+    checkpoint = open_checkpoint(ModelConfig(name="hf", source=ModelSource.hf, path=folder), seed=0)
+    host = torch.device("cpu")
+    reset_peaks(host)
+    before = peak_rss_bytes()
+    network = build_model(checkpoint, dtype=torch.float32)
+    model = place(network, LLAMA, RotationConfig(name="learned"), QuantConfig(name="none"), seed=0)
+    effective = shard(
+        network,
+        ShardingConfig(Strategy.full),
+        units=model.units,
+        ignored=set(model.bank.parameters()),
+        device_type="cpu",
+        world_size=dist.get_world_size(),
+    )
+    materialize(network, checkpoint, device=host)
+    grown = peak_rss_bytes() - before
+    buffers = {name: buffer.numpy() for name, buffer in network.named_buffers() if "inv_freq" in name}
+    weight = whole(network.get_parameter("model.layers.1.mlp.down_proj.weight"))
+    return {
+        "full": effective.bytes_full,
+        "local": effective.bytes_local,
+        "largest": max(4 * parameter.numel() for parameter in network.parameters()),
+        "grown": grown,
+        "buffers": buffers,
+        "down": weight.numpy(),
+    }
