@@ -26,24 +26,25 @@ from rotexp.models.checkpoint import (
 )
 
 
-def _shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+def _shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
     }
 
 
 RANDOM_SIZES = {
-    "nano": _shape(48, 80, 2, 4, 2),
-    "135m": _shape(576, 1536, 30, 9, 3),
-    "360m": _shape(960, 2560, 32, 15, 5),
-    "1b": _shape(2048, 8192, 16, 32, 8),
-    "3b": _shape(3072, 8192, 28, 24, 8),
-    "8b": _shape(4096, 14336, 32, 32, 8),
-    "70b": _shape(8192, 28672, 80, 64, 8),
+    "nano": _shape(48, 80, 2, 4, 2, 2048),
+    "135m": _shape(576, 1536, 30, 9, 3, 49152),
+    "360m": _shape(960, 2560, 32, 15, 5, 49152),
+    "1b": _shape(2048, 8192, 16, 32, 8, 128256),
+    "3b": _shape(3072, 8192, 28, 24, 8, 128256),
+    "8b": _shape(4096, 14336, 32, 32, 8, 128256),
+    "70b": _shape(8192, 28672, 80, 64, 8, 128256),
 }
 """Shapes of `model=random_llama`, those of SmolLM2 (135m, 360m) and Llama 3 (1b to 70b)."""
 
@@ -190,7 +191,7 @@ def _open_random(model: ModelConfig, *, seed: int) -> Checkpoint:
     from transformers import LlamaConfig
 
     shape = RANDOM_SIZES[model.size or ""]
-    config = LlamaConfig(vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=False, **shape)
+    config = LlamaConfig(max_position_embeddings=8192, tie_word_embeddings=False, **shape)
     identity = f"random_llama-{model.size}"
     structure = build_model(Checkpoint(identity, config, RandomWeights({}, seed), ""), dtype=torch.float32)
     shapes = {name: tuple(tensor.shape) for name, tensor in structure.named_parameters()}

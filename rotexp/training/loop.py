@@ -134,7 +134,7 @@ class _Meter:
         self.start = model.bank.snapshot()
         self.data_seconds = 0.0
         self.step_began = time.perf_counter()
-        self.collectives, self.bytes = 0, 0
+        self.sent = self._sent()
 
     def timed(self, batches: Any) -> Iterator[Tensor]:
         """Pass batches on, adding up the time that waiting for them takes."""
@@ -162,8 +162,6 @@ class _Meter:
             "throughput/tokens_per_s_per_device": tokens / seconds / communication.world_size,
             "time/step_s": seconds,
             "time/data_s": self.data_seconds,
-            "comm/num_collectives": communication.num_collectives - self.collectives,
-            "comm/bytes": communication.num_bytes - self.bytes,
             **self._guard_row(),
         }
         if norms.weights is not None:
@@ -174,9 +172,14 @@ class _Meter:
             row |= {"replica/max_abs_diff": divergence.max_abs_diff, "replica/num_divergent": len(divergence.names)}
         if step % config.metrics.rotation_every == 0 or step == config.train.steps:
             row |= rotation_metrics(self.model.bank.snapshot(), self.start)
-        self.collectives, self.bytes = communication.num_collectives, communication.num_bytes
+        before, self.sent = self.sent, self._sent()
+        row |= {"comm/num_collectives": self.sent[0] - before[0], "comm/bytes": self.sent[1] - before[1]}
         self.data_seconds, self.step_began = 0.0, time.perf_counter()
         return row
+
+    def _sent(self) -> tuple[int, int]:
+        communication = self.coordinator.communication
+        return communication.num_collectives, communication.num_bytes
 
     def _guard_totals(self) -> tuple[int, int, float]:
         counts = self.guard.counts if self.guard else GuardCounts()

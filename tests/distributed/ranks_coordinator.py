@@ -17,19 +17,31 @@ from rotexp.sharding.shards import local_rows
 from rotexp.training.coordinator import Coordinator
 
 
+class Net(nn.Module):
+    """Two linears, the first without a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 10, bias=False)
+        self.last = nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
 def _open(*, identical: bool = True) -> tuple[nn.Module, RotationBank, Communication]:
     """Join the group; return a model with a bank of three rotations and two linears of fixed weights."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(0 if identical else rank)
-    model = nn.Sequential(nn.Linear(6, 10, bias=False), nn.Linear(10, 6))
+    model = Net()
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     bank = RotationBank()
     for name in ("R1", "R2_0", "R2_1"):
         bank.add(name, torch.linalg.qr(torch.randn(6, 6, generator=generator))[0])
-    model.register_module("rotation_bank", bank)
+    model.rotation_bank = bank
     return model, bank, Communication(rank=rank, world_size=dist.get_world_size())
 
 
@@ -98,8 +110,8 @@ def clip(replicate: int, max_norm: float) -> dict[str, Any]:
         sizes = (replicate, communication.world_size // replicate)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
         mesh = mesh if replicate > 1 else mesh["shard"]
-        whole = set(bank.parameters()) | {model[1].bias}
-        fully_shard(model[0], mesh=mesh)
+        whole = set(bank.parameters()) | {model.last.bias}
+        fully_shard(model.first, mesh=mesh)
         fully_shard(model, mesh=mesh, ignored_params=whole)
     x = torch.arange(12.0).reshape(2, 6) / 6
     (model(x @ bank["R1"]).square().sum() + bank["R2_1"].sum()).backward()
@@ -107,6 +119,6 @@ def clip(replicate: int, max_norm: float) -> dict[str, Any]:
     return {
         "norms": (norms.total.item(), norms.rotations.item(), norms.weights.item()),
         "R1": bank["R1"].grad.numpy(),
-        "bias": model[1].bias.grad.numpy(),
-        "rows": local_rows(model[0].weight.grad).numpy(),
+        "bias": model.last.bias.grad.numpy(),
+        "rows": local_rows(model.first.weight.grad).numpy(),
     }

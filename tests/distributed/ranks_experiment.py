@@ -33,15 +33,17 @@ def compose(overrides: list[str]) -> Any:
 
 def run_experiments(cases: dict[str, list[str]], folder: str) -> dict[str, Any]:
     """Run each case's experiment, and return its training rows, rotations, summary, and divergence."""
-    return {name: _run(overrides, Path(folder) / name) for name, overrides in cases.items()}
+    from rotexp.inputs import open_inputs
+
+    inputs = open_inputs(compose(next(iter(cases.values()))))  # text and model are the same in every case
+    return {name: _run(overrides, inputs, Path(folder) / name) for name, overrides in cases.items()}
 
 
-def _run(overrides: list[str], folder: Path) -> dict[str, Any]:
+def _run(overrides: list[str], inputs: Any, folder: Path) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
     from rotexp.experiment import Experiment
-    from rotexp.inputs import open_inputs
     from rotexp.launch.rank import open_accelerator
 
     config = compose(overrides)
@@ -50,7 +52,7 @@ def _run(overrides: list[str], folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(rank)  # on purpose different: nothing may depend on it
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    experiment = Experiment(config, open_inputs(config), folder, accelerator=accelerator)
+    experiment = Experiment(config, inputs, folder, accelerator=accelerator)
     experiment.run()
     accelerator.wait_for_everyone()
     lines = (folder / "metrics.jsonl").read_text().splitlines()

@@ -62,7 +62,11 @@ def _serve(request: Path) -> None:
     import importlib
 
     module, name, arguments = pickle.loads(request.read_bytes())
+    import torch.distributed as dist
+
     result = getattr(importlib.import_module(module), name)(*arguments)
+    if dist.is_initialized():
+        dist.destroy_process_group()
     (request.parent / f"result-{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(result))
 
 
