@@ -246,7 +246,7 @@ class Experiment:
             write_summary(self.folder, self.summary)
             quant, rotation = self.config.quant.name, self.config.rotation.name
             title = f"{self.inputs.checkpoint.identity}, quant={quant}, rotation={rotation}"
-            self.console.print(results_table(self.evaluation, title=title))
+            self.console.print(results_table(self.evaluation, title=title, trained=bool(result.losses)))
             self.console.print(f"run folder: {self.folder}", highlight=False, soft_wrap=True)
 
     def remove_guard(self) -> None:

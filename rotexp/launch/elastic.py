@@ -58,7 +58,7 @@ def run_elastic(config: Config, inputs: Inputs, folder: Path, *, nproc: int) -> 
 @record
 def _recorded_rank(config: Config, inputs: Inputs, folder: Path) -> None:
     """Run a rank, leaving its failure in the file that the parent reads."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends every rank
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once and silently: the parent says what happened
     _die_with_parent()
     run_rank(config, inputs, folder)
 

@@ -37,6 +37,7 @@ def run_rank(config: Config, inputs: Inputs, folder: Path, *, accelerator: Accel
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         Experiment(config, inputs, folder, accelerator=accelerator).run()
+        accelerator.wait_for_everyone()  # gloo aborts a rank whose peers leave while it is still leaving
     except Exception:
         logging.getLogger(__name__).info("the run failed", exc_info=True)  # to the file; the parent tells people
         raise

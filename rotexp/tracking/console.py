@@ -15,7 +15,7 @@ ROWS = {
     "float": "float",
     "quantized": "no rotation",
     "hadamard": "random Hadamard",
-    "trained": "trained, merged",
+    "trained": "trained",
 }
 """Names of the evaluated variants, for people."""
 
@@ -60,14 +60,19 @@ class TrainingProgress:
             )
 
 
-def results_table(evaluation: Mapping[str, Any], *, title: str) -> Table:
-    """Return the table of variants, each with its change against the float model."""
+def results_table(evaluation: Mapping[str, Any], *, title: str, trained: bool) -> Table:
+    """Return the table of variants, each with its change against the float model.
+
+    Args:
+        trained: whether the merged rotations were trained; else their row is called merged.
+    """
     table = Table(title=title, title_justify="left")
     table.add_column("model")
     for column in ("perplexity", "against float", "KL (nats)", "top-1 agreement"):
         table.add_column(column, justify="right")
     base = evaluation["float"]["perplexity"]
-    for name, label in ROWS.items():
+    labels = ROWS if trained else ROWS | {"trained": "merged"}
+    for name, label in labels.items():
         if name in evaluation:
             row = evaluation[name]
             change = f"{row['perplexity'] / base - 1:+.1%}" if name != "float" else ""

@@ -66,6 +66,7 @@ def _serve(request: Path) -> None:
 
     result = getattr(importlib.import_module(module), name)(*arguments)
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
     (request.parent / f"result-{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(result))
 
