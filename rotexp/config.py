@@ -210,7 +210,7 @@ class TopKObjectiveConfig(ObjectiveConfig):
 class TrainConfig:
     """The training loop; `micro_batch_size` is in blocks a rank (None: all of its share of the global batch)."""
 
-    steps: int = 100
+    steps: int = 80
     micro_batch_size: int | None = None
     max_grad_norm: float | None = 1.0
     lr_schedule: LrSchedule = LrSchedule.cosine

@@ -19,7 +19,7 @@ from rotexp.inputs import Inputs
 from rotexp.metrics.quality import Quality, evaluate
 from rotexp.metrics.rotations import rotation_metrics
 from rotexp.models.arch import find_spec
-from rotexp.models.load import build_model
+from rotexp.models.load import build_model, checkpoint_layers
 from rotexp.models.materialize import materialize
 from rotexp.rotation.file import save_rotations
 from rotexp.rotation.invariance import check_invariance, trace
@@ -103,9 +103,9 @@ class Experiment:
         """Build the model's structure, without memory, with rotations and quantizers in place."""
         checkpoint, config = self.inputs.checkpoint, self.config
         network = build_model(checkpoint, dtype=getattr(torch, config.model.dtype.name))
-        if config.train.gradient_checkpointing:
-            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         spec = find_spec(checkpoint.config.model_type)
+        if config.train.gradient_checkpointing:
+            checkpoint_layers(network, spec)
         return place(network, spec, config.rotation, config.quant, seed=config.seed)
 
     def shard(self, model: RotatedModel) -> None:

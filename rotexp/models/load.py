@@ -14,7 +14,7 @@ from torch import nn
 
 from rotexp.config import ModelConfig, ModelSource
 from rotexp.models import tiny
-from rotexp.models.arch import find_spec
+from rotexp.models.arch import ArchSpec, find_spec
 from rotexp.models.checkpoint import (
     Checkpoint,
     GGUFWeights,
@@ -106,6 +106,22 @@ def build_model(checkpoint: Checkpoint, *, dtype: torch.dtype) -> nn.Module:
     model.config.tie_word_embeddings = False
     frozen: nn.Module = model.eval().requires_grad_(False)
     return frozen
+
+
+def checkpoint_layers(model: nn.Module, spec: ArchSpec) -> None:
+    """Recompute each decoder layer in backward instead of keeping its activations (non-reentrant checkpointing).
+
+    transformers does so only in layers that train, so these alone are set to; what is inside them stays in evaluation
+    mode, without dropout.
+    """
+    hugging_face: Any = model
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.24 on
+        hugging_face.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        hugging_face.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    for layer in model.get_submodule(spec.layers).children():
+        layer.training = True
 
 
 def _describe(config: Any, weights: Weights, *, identity: str, tokenizer: str, revision: str | None) -> Checkpoint:
