@@ -27,7 +27,7 @@ from rotexp.rotation.merge import bake_online, merge
 from rotexp.rotation.norms import fold_norms
 from rotexp.rotation.placement import RotatedModel, place
 from rotexp.sharding.communication import Communication
-from rotexp.sharding.strategies import shard
+from rotexp.sharding.strategies import precision_policy, shard
 from rotexp.sync.guard import GuardCounts, UnshardGuard, install
 from rotexp.tracking.console import TrainingProgress, results_table
 from rotexp.tracking.files import write_summary
@@ -136,7 +136,7 @@ class Experiment:
         fold_norms(model.network, model.spec)
         bake_online(model)
         prepared = trace(model, tokens, rotate=True)
-        dtype = getattr(torch, self.config.model.dtype.name)
+        dtype = precision_policy(self.config.sharding).param_dtype or getattr(torch, self.config.model.dtype.name)
         error = check_invariance(original, prepared, layers=model.spec.layers, dtype=dtype)
         self.log({"eval/invariance": error})
         self.console.print(f"invariance: relative logit error {error:.1e}", highlight=False)

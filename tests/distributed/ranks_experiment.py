@@ -9,7 +9,7 @@ from typing import Any
 
 SMALL = [
     "data.sequence_length=32",
-    "data.global_batch_size=4",
+    "data.global_batch_size=8",
     "evaluation.window=32",
     "evaluation.max_windows=2",
     "train.steps=3",

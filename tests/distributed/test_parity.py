@@ -9,36 +9,39 @@ import pytest
 from ranks_experiment import run_experiments
 from world import run_world
 
-CASES: dict[int, dict[str, list[str]]] = {
-    1: {
-        "one": [],
-        "one, accumulated": ["train.micro_batch_size=1"],
-        "one, checkpointed": ["train.gradient_checkpointing=true"],
-    },
-    2: {
-        "no_shard": ["sharding=no_shard"],
-        "full": ["sharding=full", "sync_mode=universal"],
-        "zero2": ["sharding=zero2"],
-        "full, accumulated": ["sharding=full", "train.micro_batch_size=1"],
-        "full, checkpointed": ["sharding=full", "train.gradient_checkpointing=true"],
-        "zero2, checkpointed, accumulated": [
-            "sharding=zero2",
-            "train.gradient_checkpointing=true",
-            "train.micro_batch_size=1",
-        ],
-        "full, small parameters whole": ["sharding=full", "sharding.min_shard_size=1000"],
-        "full, prefetched": ["sharding=full", "sharding.forward_prefetch=1", "sharding.backward_prefetch=2"],
-    },
+VARIANTS = {
+    "": [],
+    ", accumulated": ["train.micro_batch_size=1"],
+    ", checkpointed": ["train.gradient_checkpointing=true"],
+    ", accumulated, checkpointed": ["train.micro_batch_size=1", "train.gradient_checkpointing=true"],
+}
+STRATEGIES = {
+    1: {"one": []},
+    2: {"no_shard": [], "full": ["sync_mode=universal"], "zero2": []},
     4: {
-        "no_shard": ["sharding=no_shard"],
-        "full": ["sharding=full"],
-        "zero2": ["sharding=zero2"],
-        "hybrid": ["sharding=hybrid", "sync_mode=selective"],
-        "hybrid_zero2": ["sharding=hybrid_zero2", "sync_mode=event"],
-        "hybrid, checkpointed": ["sharding=hybrid", "train.gradient_checkpointing=true"],
-        "full, resharded to 2": ["sharding=full", "sharding.reshard_after_forward=2"],
-        "learned_r4, hybrid": ["sharding=hybrid", "rotation=learned_r4"],
+        "no_shard": [],
+        "full": [],
+        "zero2": [],
+        "hybrid": ["sync_mode=selective"],
+        "hybrid_zero2": ["sync_mode=event"],
     },
+}
+CASES: dict[int, dict[str, list[str]]] = {
+    world_size: {
+        strategy + suffix: [*([] if strategy == "one" else [f"sharding={strategy}"]), *sync_mode, *variant]
+        for strategy, sync_mode in strategies.items()
+        for suffix, variant in VARIANTS.items()
+    }
+    for world_size, strategies in STRATEGIES.items()
+}
+CASES[2] |= {
+    "full, small parameters whole": ["sharding=full", "sharding.min_shard_size=1000"],
+    "full, bf16": ["sharding=full", "sharding.precision=bf16"],
+    "full, prefetched": ["sharding=full", "sharding.forward_prefetch=1", "sharding.backward_prefetch=2"],
+}
+CASES[4] |= {
+    "full, resharded to 2": ["sharding=full", "sharding.reshard_after_forward=2"],
+    "learned_r4, hybrid": ["sharding=hybrid", "rotation=learned_r4"],
 }
 EVERY_CASE = [(world_size, name) for world_size, cases in CASES.items() for name in cases]
 
@@ -57,7 +60,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], l
     return found
 
 
-@pytest.mark.parametrize(("world_size", "name"), EVERY_CASE)
+EXACT = [case for case in EVERY_CASE if "bf16" not in case[1]]
+
+
+@pytest.mark.parametrize(("world_size", "name"), EXACT)
 def test_trajectory_equals_one_process(results: Any, world_size: int, name: str) -> None:
     expected = results[1, "one, r4" if "r4" in name else "one"][0]
     for found in results[world_size, name]:
@@ -79,11 +85,19 @@ def test_replicas_stay_identical_whatever_their_threads_and_seeds(results: Any, 
         assert [row["grad_norm/total"] for row in found["rows"]] == [row["grad_norm/total"] for row in first["rows"]]
 
 
+def test_mixed_precision_changes_the_numbers_but_not_the_model(results: Any) -> None:
+    mixed, exact = results[2, "full, bf16"][0], results[1, "one"][0]
+    losses, wanted = ([row["train/loss"] for row in run["rows"]] for run in (mixed, exact))
+    np.testing.assert_allclose(losses, wanted, rtol=2e-2)
+    assert losses != wanted
+    assert all(matrix.dtype == np.float32 for matrix in mixed["rotations"].values())
+
+
 def test_the_rotations_move(results: Any) -> None:
     assert results[1, "one"][0]["rows"][-1]["rotation/distance_from_init"] > 1e-3
 
 
-@pytest.mark.parametrize(("world_size", "name"), [case for case in EVERY_CASE if case[0] > 1])
+@pytest.mark.parametrize(("world_size", "name"), [case for case in EXACT if case[0] > 1])
 def test_held_out_figures_equal_one_process(results: Any, world_size: int, name: str) -> None:
     expected = results[1, "one, r4" if "r4" in name else "one"][0]["summary"]["evaluation"]
     found = results[world_size, name][0]["summary"]["evaluation"]
