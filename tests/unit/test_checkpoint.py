@@ -299,7 +299,7 @@ def test_a_random_llama_has_the_named_shape_and_needs_no_files() -> None:
     assert checkpoint.identity == "random_llama-nano"
     assert shapes["model.layers.1.mlp.down_proj.weight"] == (48, 80)
     assert shapes["model.layers.0.self_attn.k_proj.weight"] == (24, 48)
-    assert shapes["lm_head.weight"] == (49152, 48)
+    assert shapes["lm_head.weight"] == (2048, 48)
 
 
 @pytest.mark.parametrize("size", [*RANDOM_SIZES, "2b", None])

@@ -189,7 +189,7 @@ def test_the_process_ends_with_code_2_and_one_line(tmp_path: Path) -> None:
     ("arguments", "shown"),
     [
         (["--help"], ["Train the rotations", "model: hf, random_llama, smollm2_135m", "global_batch_size: 8"]),
-        (["--cfg", "job", "--resolve"], ["steps: 100", "source: tiny", "step_rule: angle"]),
+        (["--cfg", "job", "--resolve"], ["steps: 80", "source: tiny", "step_rule: angle"]),
         (["--cfg", "job", "--resolve", "model=random_llama", "train.steps=7"], ["steps: 7", "source: random"]),
     ],
 )

@@ -145,15 +145,21 @@ def test_the_cache_quantizer_is_attached_but_not_registered(llama: Factory, rota
 
 
 def test_a_group_size_that_does_not_divide_the_head_is_refused(llama: Factory, rotated: Factory) -> None:
-    with pytest.raises(ValueError, match=r"keys and values: group_size=5 does not divide the width 12"):
+    with pytest.raises(ValueError, match=r"quant.kv.group_size=5 does not divide the width 12.*keys and values"):
         rotated(llama(), quant=QuantConfig(kv=QuantSpec(4, group_size=5)))
 
 
 @pytest.mark.parametrize(
     ("quant", "named"),
     [
-        (QuantConfig(weights=QuantSpec(4, group_size=32)), "model.layers.0.self_attn.q_proj: group_size=32 .* 48"),
-        (QuantConfig(activations=QuantSpec(4, group_size=48)), "model.layers.0.mlp.down_proj: group_size=48 .* 80"),
+        (
+            QuantConfig(weights=QuantSpec(4, group_size=32)),
+            "quant.weights.group_size=32 .* 48;.*layers.0.self_attn.q_proj",
+        ),
+        (
+            QuantConfig(activations=QuantSpec(4, group_size=48)),
+            "quant.activations.group_size=48 .* 80;.*layers.0.mlp.down_proj",
+        ),
     ],
 )
 def test_widths_that_a_group_size_does_not_divide_are_named(
