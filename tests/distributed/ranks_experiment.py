@@ -13,7 +13,8 @@ SMALL = [
     "evaluation.window=32",
     "evaluation.max_windows=2",
     "train.steps=3",
-    "optimizer.lr=0.01",
+    # A last-bit difference between batch sizes can flip a 4-bit rounding, whose effect grows with the step.
+    "optimizer.lr=0.003",
     "tracker=jsonl",
 ]
 

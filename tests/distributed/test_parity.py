@@ -94,15 +94,16 @@ def test_mixed_precision_changes_the_numbers_but_not_the_model(results: Any) -> 
 
 
 def test_the_rotations_move(results: Any) -> None:
-    assert results[1, "one"][0]["rows"][-1]["rotation/distance_from_init"] > 1e-3
+    assert results[1, "one"][0]["rows"][-1]["rotation/distance_from_init"] > 3e-4
 
 
 @pytest.mark.parametrize(("world_size", "name"), [case for case in EXACT if case[0] > 1])
 def test_held_out_figures_equal_one_process(results: Any, world_size: int, name: str) -> None:
     expected = results[1, "one, r4" if "r4" in name else "one"][0]["summary"]["evaluation"]
     found = results[world_size, name][0]["summary"]["evaluation"]
-    for row in ("float", "quantized", "hadamard", "trained"):
-        assert found[row]["perplexity"] == pytest.approx(expected[row]["perplexity"], rel=1e-4)
+    for row in ("float", "quantized", "hadamard"):
+        assert found[row]["perplexity"] == pytest.approx(expected[row]["perplexity"], rel=1e-6)
+    assert found["trained"]["perplexity"] == pytest.approx(expected["trained"]["perplexity"], rel=1e-3)
 
 
 def test_one_gradient_collective_a_step(results: Any) -> None:

@@ -154,11 +154,11 @@ def test_a_group_size_that_does_not_divide_the_head_is_refused(llama: Factory, r
     [
         (
             QuantConfig(weights=QuantSpec(4, group_size=32)),
-            "quant.weights.group_size=32 .* 48;.*layers.0.self_attn.q_proj",
+            "weights.group_size=32 .* 48;.*layers.0.self_attn.q_proj",
         ),
         (
             QuantConfig(activations=QuantSpec(4, group_size=48)),
-            "quant.activations.group_size=48 .* 80;.*layers.0.mlp.down_proj",
+            "activations.group_size=48 .* 80;.*layers.0.mlp.down_proj",
         ),
     ],
 )
