@@ -34,7 +34,7 @@ from rotexp.tracking.files import write_summary
 from rotexp.tracking.phases import Phases
 from rotexp.tracking.summary import train_summary, versions
 from rotexp.tracking.tracker import open_trackers
-from rotexp.training.coordinator import Coordinator, Divergence
+from rotexp.training.coordinator import Coordinator
 from rotexp.training.loop import TrainResult, train
 
 PROOF_TOKENS = 64
@@ -58,7 +58,6 @@ class Experiment:
         self.step = 0
         self.phases = Phases(device=self.device, communication=self.communication, log=self.log)
         self.summary: dict[str, Any] = {"status": "running", "error": None}
-        self.divergence = Divergence()
         self.guard: UnshardGuard | None = None
         self.evaluation: dict[str, Any] = {"protocol": inputs.protocol}
 
@@ -83,7 +82,6 @@ class Experiment:
                 self.measure_hadamard(model)
             with self.phases("train"):
                 result = self.train(model)
-                self.divergence = Coordinator(model.network, self.communication).divergence()
             rotations = model.bank.snapshot()
             with self.phases("merge"):
                 merge(model)
@@ -159,7 +157,7 @@ class Experiment:
         """Train the rotations, if there is anything to train."""
         steps = self.config.train.steps
         if not steps or not any(matrix.requires_grad for matrix in model.bank.parameters()):
-            return TrainResult()
+            return TrainResult(divergence=Coordinator(model.network, self.communication).divergence())
         with TrainingProgress(self.console, steps=steps) as progress:
 
             def log(step: int, row: dict[str, float]) -> None:
@@ -235,7 +233,7 @@ class Experiment:
             "memory": self.phases.memory,
             "throughput": {"tokens_per_s": self.tokens_per_step * len(result.losses) / max(result.seconds, 1e-9)},
             "time": self.phases.seconds,
-            "replica": {"max_abs_diff": self.divergence.max_abs_diff},
+            "replica": {"max_abs_diff": result.divergence.max_abs_diff},
             "rotation": {key.split("/")[1]: drift[key] for key in drift if "orthogonality" in key},
             "sync": self.sync_summary(),
             "versions": versions(),

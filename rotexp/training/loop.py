@@ -21,7 +21,7 @@ from rotexp.rotation.placement import RotatedModel
 from rotexp.sharding.communication import Communication
 from rotexp.sync.guard import GuardCounts, UnshardGuard
 from rotexp.targets import build
-from rotexp.training.coordinator import Coordinator, Norms
+from rotexp.training.coordinator import Coordinator, Divergence, Norms
 
 Log = Callable[[int, dict[str, float]], None]
 """Takes a step, counted from 1, and its metrics."""
@@ -29,10 +29,11 @@ Log = Callable[[int, dict[str, float]], None]
 
 @dataclass
 class TrainResult:
-    """The losses of all steps in nats, and how long they took in seconds."""
+    """The losses of all steps in nats, how long they took in seconds, how far replicas were apart after the last."""
 
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    divergence: Divergence = field(default_factory=Divergence)
 
 
 def micro_batch_size(config: Config, *, world_size: int) -> int:
@@ -85,6 +86,7 @@ def train(
             row = meter.row(step, loss=mean_loss, norms=norms, learning_rate=learning_rate)
             if step % config.train.log_every == 0 or step == config.train.steps:
                 log(step, row)
+        result.divergence = coordinator.divergence()  # before the broadcast, after which it could only be zero
         optimizer.project()
         coordinator.broadcast()
     result.seconds = time.perf_counter() - began

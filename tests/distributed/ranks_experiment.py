@@ -61,5 +61,5 @@ def _run(overrides: list[str], inputs: Any, folder: Path) -> dict[str, Any]:
         "rows": [row for row in map(json.loads, lines) if "train/loss" in row],
         "rotations": {name: matrix.numpy() for name, matrix in load_file(folder / "rotations.safetensors").items()},
         "summary": json.loads(json.dumps(experiment.summary)),
-        "divergence": experiment.divergence.max_abs_diff,
+        "divergence": experiment.summary["replica"]["max_abs_diff"],
     }
