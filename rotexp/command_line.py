@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -21,7 +22,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rotexp.compose import writable
 from rotexp.config import COMPONENTS, Config
-from rotexp.launch.outer import is_first
+from rotexp.launch.outer import adopt, is_first
 from rotexp.wrong_request import check_overrides, explain
 
 WRONG_REQUEST = 2
@@ -67,7 +68,16 @@ def run_command(job: Callable[[DictConfig], int]) -> None:
         refuse(explain(error))
     except OSError as error:  # Hydra makes the folder before it calls the job
         refuse(f"hydra.run.dir={error.filename}: cannot be made ({error.strerror}); choose another folder")
-    sys.exit(max(codes))
+    _leave(max(codes))
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit; a rank does so without finalizing its interpreter, which threads of its process group may still want."""
+    if adopt() is None:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def register() -> None:

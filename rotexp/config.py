@@ -169,13 +169,24 @@ class QuantConfig:
 
 @dataclass(frozen=True)
 class RotationConfig:
-    """Which rotations act, what they start from, whether they are trained."""
+    """Which rotations act, what they start from, whether they are trained.
+
+    Attributes:
+        r1, r2, r3, r4: whether to place that rotation (None: where the model lets it exist, with a warning where not).
+        block_size: order of the blocks of R1 and R4, for group and microscaling formats (None: one block).
+        init: what R1 and R2 start from.
+        path: a file of rotations to start from instead: `rotations.safetensors` of a run, or `R.bin`.
+        learned: whether R1 and R2 are trained.
+    """
 
     name: str = MISSING
-    r1: bool = True
-    r2: bool = True
-    r4: bool = False
+    r1: bool | None = None
+    r2: bool | None = None
+    r3: bool | None = False
+    r4: bool | None = False
+    block_size: int | None = None
     init: RotationInit = RotationInit.hadamard
+    path: str | None = None
     learned: bool = True
 
 

@@ -145,9 +145,11 @@ def _validate_quant(quant: QuantConfig) -> None:
 
 def _validate_rotation(config: Config) -> None:
     rotation, steps = config.rotation, config.train.steps
+    size = rotation.block_size
+    require(size is None or size >= 2, "rotation.block_size", size, "at least 2 or null", "null is one block")
     if rotation.learned and steps:
         require(
-            rotation.r1 or rotation.r2,
+            (rotation.r1, rotation.r2) != (False, False),
             "rotation.learned",
             True,
             "false when neither rotation.r1 nor rotation.r2 is on",

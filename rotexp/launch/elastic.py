@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import json
 import logging
 import os
 import signal
 import sys
+import tempfile
+import time
 import uuid
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rotexp.config import Config
@@ -21,6 +24,9 @@ from rotexp.launch.rank import run_rank
 from rotexp.launch.signals import Interrupted
 
 _PR_SET_PDEATHSIG = 1
+
+LINGER_SECONDS = 1.0
+"""How long a failed rank stays, so that one that was killed, and left no record, is seen before peers that miss it."""
 
 
 class RankError(RuntimeError):
@@ -34,7 +40,8 @@ def run_elastic(config: Config, inputs: Inputs, folder: Path, *, nproc: int) -> 
         RankError: a rank failed.
         Interrupted: a signal ended the run.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -46,21 +53,41 @@ def run_elastic(config: Config, inputs: Inputs, folder: Path, *, nproc: int) -> 
         monitor_interval=0.1,
         start_method="spawn",
     )
-    try:
-        elastic_launch(settings, _recorded_rank)(config, inputs, folder)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise RankError(f"rank {rank}: {_reason(failure)}") from None
-    except SignalException as error:
-        raise Interrupted(error.sigval) from None
+    with tempfile.TemporaryDirectory(prefix="rotexp-") as failures:
+        try:
+            elastic_launch(settings, _run_recorded)(config, inputs, folder, Path(failures))
+        except ChildFailedError as error:
+            raise RankError(_first_failure(error, Path(failures))) from None
+        except SignalException as error:
+            raise Interrupted(error.sigval) from None
 
 
-@record
-def _recorded_rank(config: Config, inputs: Inputs, folder: Path) -> None:
-    """Run a rank, leaving its failure in the file that the parent reads."""
+def _run_recorded(config: Config, inputs: Inputs, folder: Path, failures: Path) -> None:
+    """Run a rank; leave its failure where the parent looks, before any other rank can miss it.
+
+    A rank never finalizes its interpreter: a process group's threads that still want it abort then (Python < 3.14).
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once and silently: the parent says what happened
     _die_with_parent()
-    run_rank(config, inputs, folder)
+    try:
+        run_rank(config, inputs, folder)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".removeprefix("PhaseError: ")
+        record = {"time": time.time_ns(), "rank": int(os.environ["RANK"]), "reason": reason}
+        (failures / f"{record['rank']}.json").write_text(json.dumps(record), encoding="utf-8")
+        time.sleep(LINGER_SECONDS)
+        os._exit(1)
+    atexit.register(os._exit, 0)
+
+
+def _first_failure(error: ChildFailedError, failures: Path) -> str:
+    """Return the rank that failed first, and why: the one that a signal killed, or the one with the earliest record."""
+    rank, failure = error.get_first_failure()
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in failures.glob("*.json")]
+    if failure.exitcode < 0 or not records:
+        return f"rank {rank}: {failure.message or f'ended with exit code {failure.exitcode}'}"
+    first = min(records, key=lambda record: record["time"])
+    return f"rank {first['rank']}: {first['reason']}"
 
 
 def _die_with_parent() -> None:
@@ -70,11 +97,3 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _reason(failure: ProcessFailure) -> str:
-    """Return the last line of what a rank left behind."""
-    message: Any = failure.message
-    text = message.get("message", str(message)) if isinstance(message, dict) else str(message)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1].removeprefix("PhaseError: ") if lines else f"ended with exit code {failure.exitcode}"

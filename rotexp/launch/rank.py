@@ -40,10 +40,9 @@ def run_rank(config: Config, inputs: Inputs, folder: Path, *, accelerator: Accel
         accelerator.wait_for_everyone()  # gloo aborts a rank whose peers leave while it is still leaving
     except Exception:
         logging.getLogger(__name__).info("the run failed", exc_info=True)  # to the file; the parent tells people
-        raise
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        raise  # with the group open: closed, it would make its peers fail too, before this failure is recorded
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def open_accelerator(config: Config) -> Accelerator:

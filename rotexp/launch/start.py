@@ -128,10 +128,15 @@ def _run_adopted(config: Config, inputs: Any, folder: Path, adopted: dict[str, s
 
 
 def _record_end(folder: Path, status: str, message: str) -> None:
-    """Say on standard error and in the summary how a run ended; a full disk must not hide the first error."""
+    """Say on standard error, and in the summary unless a rank said so before, how a run ended.
+
+    A full disk must not hide the first error.
+    """
     sys.stderr.write(f"rotexp: the run {status}: {message} (see {os.path.relpath(folder)}/rank-*.log)\n")
     try:
-        write_summary(folder, {**read_summary(folder), "status": status, "error": message})
+        summary = read_summary(folder)
+        if summary.get("status", "running") == "running":
+            write_summary(folder, {**summary, "status": status, "error": message})
     except OSError as disk:
         sys.stderr.write(f"rotexp: hydra.run.dir={folder}: cannot be written ({disk}); free space or choose another\n")
 

@@ -119,12 +119,12 @@ def place(model: nn.Module, spec: ArchSpec, rotation: RotationConfig, quant: Qua
         matrix = draw(rotation.init.name, order, name=name, seed=seed)
         return bank.add(name, nn.Parameter(matrix, requires_grad=rotation.learned))
 
-    residual = own("R1", config.hidden_size, "residual stream") if rotation.r1 else None
+    residual = own("R1", config.hidden_size, "residual stream") if rotation.r1 is not False else None
     online = HadamardTransform(_input_width(layers[0], spec.down)) if rotation.r4 else None
     factory = _LinearFactory(mode, quant)
     for index, layer in enumerate(layers):
         path = f"{spec.layers}.{index}.{spec.attention}"
-        head = own(f"R2_{index}", head_dim(config), f"values and output of {path}") if rotation.r2 else None
+        head = own(f"R2_{index}", head_dim(config), f"values and output of {path}") if rotation.r2 is not False else None
         _place_layer(layer, spec, factory, residual=residual, head=head, online=online)
     if residual is not None:
         embedding: Any = model.get_submodule(spec.embedding)

@@ -69,6 +69,7 @@ def _serve(request: Path) -> None:
         dist.barrier()
         dist.destroy_process_group()
     (request.parent / f"result-{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(result))
+    os._exit(0)  # a finalizing interpreter ends the group's threads in the middle of C++, which aborts (Python < 3.14)
 
 
 if __name__ == "__main__":
