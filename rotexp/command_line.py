@@ -21,9 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rotexp.compose import writable
-from rotexp.config import COMPONENTS, Config
+from rotexp.config import COMPONENTS, Config, ExportConfig
 from rotexp.launch.outer import adopt, is_first
-from rotexp.wrong_request import check_overrides, explain
+from rotexp.wrong_request import TRAINING, Vocabulary, check_overrides, explain
 
 WRONG_REQUEST = 2
 SIGNALLED = 128
@@ -33,10 +33,14 @@ REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSErr
 """What composing, checking or opening a request raises when the request is at fault."""
 
 
-def run_command(job: Callable[[DictConfig], int]) -> None:
+def run_command(job: Callable[[DictConfig], int], *, config_name: str = "config", known: Vocabulary = TRAINING) -> None:
     """Compose the configuration from the command line, run the job, exit with its code.
 
     A sweep runs all its jobs, and exits with the highest code; only a signal ends it before.
+
+    Args:
+        config_name: the entry's primary config, a file of `conf/`.
+        known: what its command line may set.
     """
     codes = [0]
 
@@ -49,7 +53,7 @@ def run_command(job: Callable[[DictConfig], int]) -> None:
         try:
             codes.append(job(composed))
         except REFUSALS as error:  # here, since Hydra would print its own line, and end a sweep
-            refuse(explain(error))
+            refuse(explain(error, known=known))
         except KeyboardInterrupt as interruption:
             sys.stderr.write(f"rotexp: {interruption or 'interrupted'}; nothing was started\n")
             codes.append(getattr(interruption, "exit_code", SIGNALLED + signal.SIGINT))
@@ -62,10 +66,10 @@ def run_command(job: Callable[[DictConfig], int]) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of several ranks starve each other
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints in its own format and exits with 1
     try:
-        _check_command_line()
-        hydra.main(config_path="pkg://rotexp.conf", config_name="config", version_base="1.3")(run)()
+        _check_command_line(known)
+        hydra.main(config_path="pkg://rotexp.conf", config_name=config_name, version_base="1.3")(run)()
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        refuse(explain(error))
+        refuse(explain(error, known=known))
     except OSError as error:  # Hydra makes the folder before it calls the job
         refuse(f"hydra.run.dir={error.filename}: cannot be made ({error.strerror}); choose another folder")
     _leave(max(codes))
@@ -81,16 +85,17 @@ def _leave(code: int) -> NoReturn:
 
 
 def register() -> None:
-    """Give Hydra the schema and the resolver of unique folder names."""
+    """Give Hydra the schemas and the resolver of unique folder names."""
     OmegaConf.register_new_resolver("unique", lambda: secrets.token_hex(2), use_cache=True, replace=True)
     store = ConfigStore.instance()
     store.store("schema", writable(Config))
+    store.store("export_schema", writable(ExportConfig))
     for group, options in COMPONENTS.items():
         for name, schema in options.items():
             store.store(name, writable(schema), group=f"schema/{group}")
 
 
-def _check_command_line() -> None:
+def _check_command_line(vocabulary: Vocabulary) -> None:
     """Check flags and the form of overrides, before Hydra reads them.
 
     Raises:
@@ -111,10 +116,10 @@ def _check_command_line() -> None:
         raise ValueError(f"--config-dir {known.config_dir}: no such folder; name the folder that holds your configs")
     if known.config_path:
         raise ValueError(f"--config-path {known.config_path}: would hide rotexp's own configs; use --config-dir")
-    check_overrides(known.overrides, sweep=known.multirun)
+    check_overrides(known.overrides, sweep=known.multirun, known=vocabulary)
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Leave no trace of a request that was refused."""
-    if folder.is_dir() and not any(folder.iterdir()):
+    """Leave no trace of a request that was refused; a folder that was there before, such as `.`, is not one."""
+    if folder.is_dir() and folder.resolve() != Path.cwd() and not any(folder.iterdir()):
         folder.rmdir()

@@ -25,8 +25,17 @@ class ModelSource(Enum):
 
 
 class Dtype(Enum):
-    """The dtype a model's weights are held in; rotations are always float32."""
+    """A dtype of computation or communication; rotations are always float32."""
 
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class ModelDtype(Enum):
+    """The dtype a model's weights are held in; `auto` is the checkpoint's own."""
+
+    auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
@@ -124,14 +133,21 @@ class WandbMode(Enum):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model; `path` is a hub id, a folder or a GGUF file, `size` the shape of a random one."""
+    """The model.
+
+    Attributes:
+        path: a hub id, a folder, or one file of safetensors, torch tensors (config.json beside them) or GGUF.
+        revision: a branch, tag or commit of the hub (None: its main branch); what a run resolves is the commit.
+        size: the shape of a random model.
+        dtype: what its weights are held in; `auto` is the checkpoint's own.
+    """
 
     name: str = MISSING
     source: ModelSource = MISSING
     path: str | None = None
     revision: str | None = None
     size: str | None = None
-    dtype: Dtype = Dtype.float32
+    dtype: ModelDtype = ModelDtype.float32
 
 
 @dataclass(frozen=True)
@@ -325,6 +341,47 @@ class Config:
     sync_mode: SyncConfig = field(default_factory=SyncConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+
+class ExportFormat(Enum):
+    """What an export writes: a plain Hugging Face checkpoint, or the rotations as `R.bin`."""
+
+    checkpoint = "checkpoint"
+    r_bin = "r_bin"
+
+
+class ExportDtype(Enum):
+    """The dtype of exported weights; `auto` is the one the run held them in."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What to write and where.
+
+    Attributes:
+        path: the folder to make.
+        online: export although something must run that the plain model does not.
+        max_shard_size: size of one file of weights, such as 5GB.
+    """
+
+    path: str = MISSING
+    format: ExportFormat = ExportFormat.checkpoint
+    dtype: ExportDtype = ExportDtype.auto
+    online: bool = False
+    max_shard_size: str = "5GB"
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """One export; `run` is the folder of a finished run."""
+
+    run: str = MISSING
+    export: ExportOptions = field(default_factory=ExportOptions)
 
 
 COMPONENTS: dict[str, dict[str, Any]] = {

@@ -23,9 +23,9 @@ from rotexp.models.load import build_model, checkpoint_layers
 from rotexp.models.materialize import materialize
 from rotexp.rotation.file import save_rotations
 from rotexp.rotation.invariance import check_invariance, trace
-from rotexp.rotation.merge import bake_online, merge
-from rotexp.rotation.norms import fold_norms
-from rotexp.rotation.placement import RotatedModel, place
+from rotexp.rotation.merge import merge, prepare
+from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.placement import place
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.strategies import precision_policy, shard
 from rotexp.sync.guard import GuardCounts, UnshardGuard, install
@@ -101,7 +101,7 @@ class Experiment:
         """Build the model's structure, without memory, with rotations and quantizers in place."""
         checkpoint, config = self.inputs.checkpoint, self.config
         network = build_model(checkpoint, dtype=getattr(torch, config.model.dtype.name))
-        spec = find_spec(checkpoint.config.model_type)
+        spec = find_spec(network)
         if config.train.gradient_checkpointing:
             checkpoint_layers(network, spec)
         return place(network, spec, config.rotation, config.quant, seed=config.seed)
@@ -118,7 +118,7 @@ class Experiment:
             ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None,
         )
         self.guard = install(model.network, self.config.sync_mode)
-        materialize(model.network, self.inputs.checkpoint, device=self.device)
+        materialize(model.network, self.inputs.checkpoint, device=self.device, added=model.added)
         Coordinator(model.network, self.communication).broadcast()
         self.summary["sharding"] = {"strategy": self.config.sharding.strategy.name, "effective": asdict(effective)}
         self.console.print(f"{self.config.sharding.strategy.name}: {effective.line()}", highlight=False, soft_wrap=True)
@@ -129,10 +129,11 @@ class Experiment:
 
     def prepare(self, model: RotatedModel) -> None:
         """Fold norms, bake online transforms, and prove that the float model is what it was."""
+        for warning in model.warnings:
+            self.console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
         tokens = torch.from_numpy(self.inputs.calibration[:1, :PROOF_TOKENS]).to(self.device)
         original = trace(model, tokens, rotate=False)
-        fold_norms(model.network, model.spec)
-        bake_online(model)
+        prepare(model)
         prepared = trace(model, tokens, rotate=True)
         dtype = precision_policy(self.config.sharding).param_dtype or getattr(torch, self.config.model.dtype.name)
         error = check_invariance(original, prepared, layers=model.spec.layers, dtype=dtype)

@@ -89,7 +89,7 @@ def _check_placement(config: Config, checkpoint: Checkpoint) -> None:
     import torch
 
     model = build_model(checkpoint, dtype=torch.float32)
-    rotated = place(model, find_spec(checkpoint.config.model_type), config.rotation, config.quant, seed=config.seed)
+    rotated = place(model, find_spec(model), config.rotation, config.quant, seed=config.seed)
     rotated.check_widths()
 
 

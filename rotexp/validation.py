@@ -113,7 +113,14 @@ def mesh_sizes(sharding: ShardingConfig, *, world_size: int, ranks_per_node: int
 
 def _validate_model(model: ModelConfig) -> None:
     if model.source is ModelSource.hf:
-        require(bool(model.path), "model.path", model.path, "a hub id or a folder", "set model.path=DIR_OR_HUB_ID")
+        places = "a hub id, a folder or a file"
+        require(bool(model.path), "model.path", model.path, places, "set model.path=DIR_OR_FILE_OR_HUB_ID")
+    if model.source in (ModelSource.tiny, ModelSource.random):
+        remedy = f"set model=hf model.path={model.path} to run that model"
+        require(model.path is None, "model.path", model.path, f"null for model={model.name}", remedy)
+    if model.source is not ModelSource.hf:
+        allowed = f"null for model={model.name}, which is not fetched from the hub"
+        require(model.revision is None, "model.revision", model.revision, allowed, "leave it out")
     if model.source is ModelSource.random:
         sizes = "nano, 135m, 360m, 1b, 3b, 8b, 70b"
         require(model.size in sizes.split(", "), "model.size", model.size, f"one of {sizes}", "set model.size=…")

@@ -15,8 +15,10 @@ from rotexp.optim.stiefel import orthogonality_error
 def rotation_metrics(rotations: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the largest orthogonality errors and the largest distance from the start over all rotations.
 
+    A block-diagonal rotation counts as its blocks do: their largest, not their mean.
+
     Args:
-        rotations, start: (n, n) each, under the same names.
+        rotations, start: (n, n) or (blocks, n, n) each, under the same names.
     """
     shapes: dict[torch.Size, list[str]] = defaultdict(list)
     for name, matrix in rotations.items():
@@ -25,7 +27,7 @@ def rotation_metrics(rotations: Mapping[str, Tensor], start: Mapping[str, Tensor
     for shape, names in shapes.items():
         now = torch.stack([rotations[name] for name in names])
         moved = now - torch.stack([start[name] for name in names])
-        figures = (*orthogonality_error(now), torch.linalg.matrix_norm(moved) / shape[0] ** 0.5)
+        figures = (*orthogonality_error(now), torch.linalg.matrix_norm(moved) / shape[-1] ** 0.5)
         rows.append(torch.stack([figure.max().double() for figure in figures]))
     rrt, rtr, distance = torch.stack(rows).amax(0).tolist() if rows else (0.0, 0.0, 0.0)
     return {

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,11 +17,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+Shape = tuple[int, ...]
+
 
 class Weights(Protocol):
     """Tensors by name; picklable, so that ranks can be handed one."""
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """Return the shape of every tensor."""
         ...
 
@@ -28,26 +33,57 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True)
-class SafetensorsWeights:
-    """One or several safetensors files; only what is asked for is read."""
+class FileWeights(ABC):
+    """One or several files of tensors; only what is asked for is read, and no file stays open."""
 
     files: tuple[Path, ...]
 
     @cached_property
-    def _file_of(self) -> dict[str, Path]:
-        return {name: file for file in self.files for name in _open(file).keys()}  # noqa: SIM118 (not a dict)
+    def _header(self) -> dict[str, tuple[Path, Shape]]:
+        return {name: (file, shape) for file in self.files for name, shape in self._shapes_in(file).items()}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor, from the files' headers."""
-        return {name: tuple(_open(file).get_slice(name).get_shape()) for name, file in self._file_of.items()}
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shape of every tensor.
+
+        Raises:
+            ValueError: a file cannot be read.
+        """
+        return {name: shape for name, (_, shape) in self._header.items()}
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return rows of one tensor, on the host."""
-        part: Tensor = _open(self._file_of[name]).get_slice(name)[rows]
-        return part
+        return self._read_from(self._header[name][0], name, rows)
+
+    @abstractmethod
+    def _shapes_in(self, file: Path) -> dict[str, Shape]: ...
+
+    @abstractmethod
+    def _read_from(self, file: Path, name: str, rows: slice) -> Tensor: ...
 
     def __getstate__(self) -> dict[str, Any]:
         return {"files": self.files}
+
+
+class SafetensorsWeights(FileWeights):
+    """Files of safetensors."""
+
+    def _shapes_in(self, file: Path) -> dict[str, Shape]:
+        opened = _open(file)
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+
+    def _read_from(self, file: Path, name: str, rows: slice) -> Tensor:
+        part: Tensor = _open(file).get_slice(name)[rows]
+        return part
+
+
+class PickledWeights(FileWeights):
+    """State dicts of `torch.save`, mapped into memory; torch unpickles nothing but tensors."""
+
+    def _shapes_in(self, file: Path) -> dict[str, Shape]:
+        return {name: tuple(tensor.shape) for name, tensor in _unpickle(file).items()}
+
+    def _read_from(self, file: Path, name: str, rows: slice) -> Tensor:
+        return _unpickle(file)[name][rows]
 
 
 def _open(file: Path) -> Any:
@@ -57,41 +93,26 @@ def _open(file: Path) -> Any:
         raise ValueError(f"model.path={file}: cannot be read as safetensors ({error}); fetch it again") from None
 
 
-@dataclass(frozen=True)
-class GGUFWeights:
-    """A GGUF file, dequantized by transformers to float32 when first read."""
-
-    file: Path
-
-    @cached_property
-    def _tensors(self) -> dict[str, Tensor]:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(
-            self.file.parent, gguf_file=self.file.name, dtype=torch.float32, trust_remote_code=False
-        )
-        return dict(model.state_dict())
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor."""
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-
-    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """Return rows of one tensor, on the host."""
-        return self._tensors[name][rows]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"file": self.file}
+def _unpickle(file: Path) -> dict[str, Tensor]:
+    try:
+        held: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        # Not torch's own words: they may advise to allow the file to run code.
+        reason = f"cannot be read as torch tensors ({type(error).__name__})"
+        raise ValueError(f"model.path={file}: {reason}; fetch it again, or convert it to safetensors") from None
+    if not isinstance(held, dict) or not all(isinstance(tensor, Tensor) for tensor in held.values()):
+        raise ValueError(f"model.path={file}: must hold tensors by name and nothing else; save a state dict")
+    return held
 
 
 @dataclass(frozen=True)
 class RandomWeights:
     """Normal weights with standard deviation 0.02 and unit norm gains, each tensor from a seed of its own name."""
 
-    tensors: dict[str, tuple[int, ...]]
+    tensors: dict[str, Shape]
     seed: int
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """Return the shape of every tensor."""
         return self.tensors
 
@@ -106,15 +127,47 @@ class RandomWeights:
 
 
 @dataclass(frozen=True)
+class ExpertStack:
+    """A parameter (experts, *shape) whose checkpoint stores every expert in tensors of its own.
+
+    Attributes:
+        experts: for each row of dimension 0, the stored tensors that make it, concatenated along their dimension 0.
+        shape: the shape of one row.
+    """
+
+    experts: tuple[tuple[str, ...], ...]
+    shape: Shape
+
+    def stored_shapes(self) -> dict[str, Shape]:
+        """Return the shape that each stored tensor must have."""
+        length, *rest = self.shape
+        return {name: (length // len(parts), *rest) for parts in self.experts for name in parts}
+
+    def read(self, weights: Weights, rows: slice) -> Tensor:
+        """Return rows (rows, *shape), on the host; no other expert's tensors are read."""
+        chosen = self.experts[rows]
+        if not chosen:
+            return torch.empty(0, *self.shape)
+        return torch.stack([torch.cat([weights.read(name) for name in parts]) for parts in chosen])
+
+
+Source = str | ExpertStack
+"""Where a parameter lies in a checkpoint: the name of one stored tensor, or a stack of several."""
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A model that can be built: its Hugging Face config, its weights, its tokenizer's place.
 
     Attributes:
         identity: what to call it in files (`model id`).
-        config: the `PretrainedConfig`.
+        config: the `PretrainedConfig` of its language model.
         weights: its tensors.
         tokenizer: a folder, hub id or GGUF file that `load_tokenizer` reads.
-        aliases: model names whose tensor is stored under another name (a tied head).
+        revision: the commit of the hub that it was fetched at.
+        aliases: parameters that are not stored under their own names, and where they are (a tied head, experts).
+        dtype: what its config says, or else its embedding is stored in.
+        coarse: parameters that were stored quantized and so lie on a grid, and the type of it (GGUF: `Q4_1`).
     """
 
     identity: str
@@ -122,28 +175,47 @@ class Checkpoint:
     weights: Weights
     tokenizer: str
     revision: str | None = None
-    aliases: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, Source] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    coarse: dict[str, str] = field(default_factory=dict)
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """Return rows of the tensor of the model's parameter `name`, on the host."""
-        return self.weights.read(self.aliases.get(name, name), rows)
+        """Return rows of the model's parameter `name`, on the host."""
+        source = self.aliases.get(name, name)
+        return self.weights.read(source, rows) if isinstance(source, str) else source.read(self.weights, rows)
+
+    def coarse_counts(self) -> dict[str, int]:
+        """Return how many parameters lie on a grid of each type."""
+        return dict(sorted(Counter(self.coarse.values()).items()))
 
 
-def safetensors_files(folder: Path) -> tuple[Path, ...]:
-    """Return the safetensors files of a checkpoint folder, single or by index.
+def folder_weights(folder: Path) -> FileWeights:
+    """Return the weights of a checkpoint folder, single or by index; safetensors where there are both kinds.
 
     Raises:
         ValueError: there are none, the index cannot be read, or a file it names is missing.
     """
-    index = folder / "model.safetensors.index.json"
+    if files := safetensors_files(folder):
+        return SafetensorsWeights(files)
+    if files := _files(folder, "pytorch_model.bin"):
+        return PickledWeights(files)
+    allowed = "model.safetensors or pytorch_model.bin (or the index of either)"
+    raise ValueError(f"model.path={folder}: holds no weights; a folder with config.json and {allowed} is needed")
+
+
+def safetensors_files(folder: Path) -> tuple[Path, ...]:
+    """Return the safetensors files of a checkpoint folder, single or by index; none if it has none.
+
+    Raises:
+        ValueError: the index cannot be read, or a file it names is missing.
+    """
+    return _files(folder, "model.safetensors")
+
+
+def _files(folder: Path, single: str) -> tuple[Path, ...]:
+    index = folder / f"{single}.index.json"
     if not index.is_file():
-        single = folder / "model.safetensors"
-        if not single.is_file():
-            held = "has weights, but not as safetensors" if any(folder.glob("*.bin")) else "holds no weights"
-            raise ValueError(
-                f"model.path={folder}: {held}; a folder with config.json and model.safetensors (or its index) is needed"
-            )
-        return (single,)
+        return (folder / single,) if (folder / single).is_file() else ()
     files = tuple(sorted({folder / name for name in _indexed(index)}))
     if absent := [file.name for file in files if not file.is_file()]:
         raise ValueError(f"model.path={folder}: {', '.join(absent)} of its index is missing; fetch the model again")
@@ -158,10 +230,8 @@ def _indexed(index: Path) -> list[str]:
         raise ValueError(f"model.path={index}: names no files of weights ({reason}); fetch the model again") from None
 
 
-def check_names(
-    expected: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]], *, identity: str, ignored: Iterable[str]
-) -> None:
-    """Compare a model's parameters with a checkpoint's tensors.
+def check_names(expected: dict[str, Shape], stored: dict[str, Shape], *, identity: str, ignored: Iterable[str]) -> None:
+    """Compare the tensors a model needs with those of its checkpoint.
 
     Raises:
         ValueError: tensors are missing, unexpected or of another shape; each is named.

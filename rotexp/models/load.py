@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,24 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
-from rotexp.config import ModelConfig, ModelSource
+from rotexp.config import ModelConfig, ModelDtype, ModelSource
 from rotexp.models import tiny
 from rotexp.models.arch import ArchSpec, find_spec
 from rotexp.models.checkpoint import (
     Checkpoint,
-    GGUFWeights,
+    PickledWeights,
     RandomWeights,
     SafetensorsWeights,
+    Shape,
+    Source,
     Weights,
     check_names,
-    safetensors_files,
+    folder_weights,
 )
+from rotexp.models.gguf import GGUFWeights, coarse_parameters, read_gguf_config, require_packages
+from rotexp.models.hf_config import language_config, read_config
+from rotexp.models.hub import fetch_description, fetch_weights
+from rotexp.models.names import find_sources, language_tensors, stored_shapes
 
 
 def _shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
@@ -62,11 +68,32 @@ def open_checkpoint(model: ModelConfig, *, seed: int) -> Checkpoint:
         case ModelSource.random:
             return _open_random(model, seed=seed)
         case ModelSource.gguf:
-            return _open_gguf(model)
+            return _open_gguf(model, Path(model.path) if model.path else _packaged_gguf(model))
         case ModelSource.tiny:
-            return _open_folder(tiny.FOLDER, identity="tiny", revision=None)
+            return _open_folder(tiny.FOLDER, identity="tiny")
         case ModelSource.hf:
-            return _open_hub_or_folder(model)
+            return _open_path(model)
+
+
+def resolve_model(model: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """Return the request with what opening found, so that a rerun gets the same: whole path, commit, concrete dtype.
+
+    Raises:
+        ValueError: the dtype is left to a checkpoint that has one in which models are not held.
+    """
+    path = str(Path(model.path).resolve()) if model.path and Path(model.path).exists() else model.path
+    return replace(model, path=path, revision=checkpoint.revision, dtype=_concrete(model.dtype, checkpoint))
+
+
+def summarize_model(model: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what a run's summary says of its model; `coarse` counts parameters by the grid they were stored on."""
+    return {
+        "id": checkpoint.identity,
+        "revision": checkpoint.revision,
+        "dtype": model.dtype.name,
+        "model_type": checkpoint.config.model_type,
+        "coarse": checkpoint.coarse_counts(),
+    }
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
@@ -93,19 +120,22 @@ def build_model(checkpoint: Checkpoint, *, dtype: torch.dtype) -> nn.Module:
     Returns:
         The Hugging Face model, frozen, in evaluation mode; its parameters hold no memory yet.
     """
+    built: nn.Module = _build(checkpoint.config, dtype=dtype)
+    return built
+
+
+def _build(config: Any, *, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
         auto: Any = AutoModelForCausalLM
         # A copy, since the model's config is changed below and by placement, and a checkpoint is built more than once.
-        model = auto.from_config(copy.deepcopy(checkpoint.config), dtype=dtype, trust_remote_code=False)
-    spec = find_spec(checkpoint.config.model_type)
-    head = model.get_submodule(spec.head)
-    if head.weight is model.get_submodule(spec.embedding).weight:
+        model = auto.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is model.get_input_embeddings().weight:
         head.weight = nn.Parameter(torch.empty_like(head.weight))
     model.config.tie_word_embeddings = False
-    frozen: nn.Module = model.eval().requires_grad_(False)
-    return frozen
+    return model.eval().requires_grad_(False)
 
 
 def checkpoint_layers(model: nn.Module, spec: ArchSpec) -> None:
@@ -124,76 +154,140 @@ def checkpoint_layers(model: nn.Module, spec: ArchSpec) -> None:
         layer.training = True
 
 
-def _describe(config: Any, weights: Weights, *, identity: str, tokenizer: str, revision: str | None) -> Checkpoint:
-    spec = find_spec(config.model_type)
-    unbuilt = Checkpoint(identity, config, weights, tokenizer, revision)
-    model, stored = build_model(unbuilt, dtype=torch.float32), weights.shapes()
-    expected = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    head, embedding = f"{spec.head}.weight", f"{spec.embedding}.weight"
-    aliases = {head: embedding} if config.tie_word_embeddings and head not in stored else {}
-    check_names(
-        {name: shape for name, shape in expected.items() if name not in aliases},
-        stored,
-        identity=identity,
-        ignored=IGNORED_TENSORS,
-    )
-    return Checkpoint(identity, config, weights, tokenizer, revision, aliases)
+@dataclass(frozen=True)
+class _Structure:
+    """What is known of a model before its weights are.
+
+    Attributes:
+        config: the Hugging Face config of its language model.
+        whole: the config that holds it, the same one for a text model.
+        shapes: of its parameters.
+        base: its `base_model_prefix`.
+        embedding, head: names of the parameters that may be tied.
+    """
+
+    config: Any
+    whole: Any
+    shapes: dict[str, Shape]
+    base: str
+    embedding: str
+    head: str
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding, where a checkpoint has no head of its own."""
+        return any(getattr(config, "tie_word_embeddings", False) for config in (self.config, self.whole))
+
+    @property
+    def nested(self) -> bool:
+        """Whether it is the language model of a multimodal checkpoint."""
+        return self.config is not self.whole
 
 
-def _open_folder(folder: Path, *, identity: str, revision: str | None) -> Checkpoint:
-    from transformers import AutoConfig
+def _structure(whole: Any, *, identity: str) -> _Structure:
+    """Build the language model of a config, without memory.
 
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"model.path={folder}: holds no config.json; name a Hugging Face checkpoint folder")
-    find_spec(_model_type(folder / "config.json"))
-    weights = SafetensorsWeights(safetensors_files(folder))
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    return _describe(config, weights, identity=identity, tokenizer=str(folder), revision=revision)
-
-
-def _model_type(file: Path) -> str:
+    Raises:
+        ValueError: it cannot be built, or its architecture is not supported.
+    """
+    config = language_config(whole)
     try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["model_type"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"model.path={file}: names no model_type ({reason}); fetch the model again") from None
+        model = _build(config, dtype=torch.float32)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, ZeroDivisionError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"model.path={identity}: transformers cannot build it from its config ({reason})") from None
+    find_spec(model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
+    embedding, head = (names[module.weight] for module in (model.get_input_embeddings(), model.get_output_embeddings()))
+    return _Structure(config, whole, shapes, model.base_model_prefix, embedding, head)
 
 
-def _open_hub_or_folder(model: ModelConfig) -> Checkpoint:
+def _fit(
+    structure: _Structure,
+    weights: Weights,
+    *,
+    identity: str,
+    tokenizer: Path,
+    revision: str | None = None,
+    coarse: dict[str, str] | None = None,
+) -> Checkpoint:
+    """Find every parameter among the weights.
+
+    Raises:
+        ValueError: tensors are missing, unexpected or of another shape.
+    """
+    stored = weights.shapes()
+    sources = find_sources(structure.shapes, stored, base=structure.base, nested=structure.nested)
+    if structure.tied and sources[structure.head] not in stored:
+        sources[structure.head] = sources[structure.embedding]
+    needed = stored_shapes(structure.shapes, sources)
+    if structure.nested:
+        stored = language_tensors(stored, needed, embedding=str(sources[structure.embedding]))
+    check_names(needed, stored, identity=identity, ignored=IGNORED_TENSORS)
+    aliases: dict[str, Source] = {name: source for name, source in sources.items() if source != name}
+    checkpoint = Checkpoint(identity, structure.config, weights, str(tokenizer), revision, aliases)
+    return replace(checkpoint, dtype=_own_dtype(structure, checkpoint), coarse=coarse or {})
+
+
+def _own_dtype(structure: _Structure, checkpoint: Checkpoint) -> torch.dtype:
+    for config in (structure.config, structure.whole):
+        stated = getattr(config, "dtype", None)
+        dtype = getattr(torch, stated, None) if isinstance(stated, str) else stated
+        if isinstance(dtype, torch.dtype):
+            return dtype
+    return checkpoint.read(structure.embedding, slice(0, 1)).dtype
+
+
+def _concrete(dtype: ModelDtype, checkpoint: Checkpoint) -> ModelDtype:
+    if dtype is not ModelDtype.auto:
+        return dtype
+    name = str(checkpoint.dtype).removeprefix("torch.")
+    if name not in ModelDtype.__members__:
+        others = ", ".join(choice for choice in ModelDtype.__members__ if choice != "auto")
+        raise ValueError(f"model.dtype=auto: {checkpoint.identity} is in {name}; must be one of {others}; choose one")
+    return ModelDtype[name]
+
+
+def _open_path(model: ModelConfig) -> Checkpoint:
     assert model.path is not None
-    folder = Path(model.path)
-    if folder.is_dir():
-        return _open_folder(folder, identity=model.path, revision=model.revision)
-    if folder.exists():
-        raise ValueError(f"model.path={model.path}: is a file; name a folder or a hub id")
-    return _open_folder(_download(model.path, model.revision), identity=model.path, revision=model.revision)
+    path = Path(model.path)
+    if not path.exists():
+        return _open_hub(model.path, model.revision)
+    if model.revision is not None:
+        raise ValueError(f"model.revision={model.revision}: must be null for the local {path}; leave it out")
+    if path.is_dir():
+        return _open_folder(path, identity=model.path)
+    match path.suffix:
+        case ".gguf":
+            return _open_gguf(model, path)
+        case ".safetensors":
+            return _open_folder(path.parent, identity=model.path, weights=SafetensorsWeights((path,)))
+        case ".bin":
+            return _open_folder(path.parent, identity=model.path, weights=PickledWeights((path,)))
+    raise ValueError(f"model.path={path}: must be a folder, a hub id, or a .safetensors, .bin or .gguf file; name one")
 
 
-def _download(repository: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = ["*.json", "*.safetensors", "tokenizer*", "*.model"]
-    try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"model.path={repository}: no such folder, and the hub did not give it ({reason}); name a folder"
-        ) from None
+def _open_folder(folder: Path, *, identity: str, weights: Weights | None = None) -> Checkpoint:
+    structure = _structure(read_config(folder), identity=identity)
+    return _fit(structure, weights or folder_weights(folder), identity=identity, tokenizer=folder)
 
 
-def _open_gguf(model: ModelConfig) -> Checkpoint:
-    from transformers import AutoConfig
+def _open_hub(repository: str, revision: str | None) -> Checkpoint:
+    """Open a model of the hub; its weights are fetched once it is known that they can be used."""
+    folder = fetch_description(repository, revision=revision)
+    structure = _structure(read_config(folder), identity=repository)
+    weights = folder_weights(fetch_weights(repository, revision=folder.name))
+    return _fit(structure, weights, identity=repository, tokenizer=folder, revision=folder.name)
 
-    for package in ("gguf", "sentencepiece"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"model={model.name}: reading GGUF needs {package}; pip install 'rotexp[gguf]'")
-    file = Path(model.path) if model.path else _packaged_gguf(model)
+
+def _open_gguf(model: ModelConfig, file: Path) -> Checkpoint:
+    require_packages(name=model.name)
     if not file.is_file():
         raise ValueError(f"model.path={file}: no such file; name a GGUF file")
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-    return _describe(config, GGUFWeights(file), identity=file.name, tokenizer=str(file), revision=model.revision)
+    structure = _structure(read_gguf_config(file), identity=str(file))
+    coarse = coarse_parameters(file, structure.shapes, tied=structure.head if structure.tied else None)
+    return _fit(structure, GGUFWeights(file), identity=file.name, tokenizer=file, coarse=coarse)
 
 
 def _packaged_gguf(model: ModelConfig) -> Path:
@@ -209,6 +303,5 @@ def _open_random(model: ModelConfig, *, seed: int) -> Checkpoint:
     shape = RANDOM_SIZES[model.size or ""]
     config = LlamaConfig(max_position_embeddings=8192, tie_word_embeddings=False, **shape)
     identity = f"random_llama-{model.size}"
-    structure = build_model(Checkpoint(identity, config, RandomWeights({}, seed), ""), dtype=torch.float32)
-    shapes = {name: tuple(tensor.shape) for name, tensor in structure.named_parameters()}
-    return Checkpoint(identity, config, RandomWeights(shapes, seed), str(tiny.FOLDER))
+    structure = _structure(config, identity=identity)
+    return Checkpoint(identity, config, RandomWeights(structure.shapes, seed), str(tiny.FOLDER))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -10,11 +12,12 @@ from rotexp.sharding.shards import local_rows, row_slice
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, checkpoint: Checkpoint, *, device: torch.device) -> None:
+def materialize(model: nn.Module, checkpoint: Checkpoint, *, device: torch.device, added: Collection[str] = ()) -> None:
     """Allocate every meta parameter on `device`, move what is real there, and read the weights row by row.
 
     Args:
         model: built by `build_model`, sharded or not; its parameters keep their checkpoint names.
+        added: names of parameters that the checkpoint does not have; they become zeros.
     """
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
 
@@ -24,4 +27,7 @@ def materialize(model: nn.Module, checkpoint: Checkpoint, *, device: torch.devic
     model._apply(allocate)  # type: ignore[no-untyped-call]
     for name in empty:
         parameter = model.get_parameter(name)
-        local_rows(parameter).copy_(checkpoint.read(name, row_slice(parameter)))
+        if name in added:
+            local_rows(parameter).zero_()
+        else:
+            local_rows(parameter).copy_(checkpoint.read(name, row_slice(parameter)))

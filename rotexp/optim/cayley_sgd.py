@@ -22,9 +22,10 @@ Choice = TypeVar("Choice", bound=Enum)
 class CayleySGD(Optimizer):
     """Moves rotations R by R ← (I + ½αA)⁻¹ (I − ½αA) R, where A = G Rᵀ − R Gᵀ is the skew generator of the gradient G.
 
-    All rotations of one size in a group are stepped as one batch, in the order given, without randomness and without
-    the host waiting for the device. Parameters without a gradient are skipped. A gradient that is not finite spoils
-    its own rotation: decide about skipping a step before calling `step`.
+    All rotations of one size in a group, and all blocks of that size, are stepped as one batch, in the order given,
+    without randomness and without the host waiting for the device; a block moves as a rotation of its own would.
+    Parameters without a gradient are skipped. A gradient that is not finite spoils its own rotation: decide about
+    skipping a step before calling `step`.
 
     Step rules: `angle` chooses α = 2 tan(lr/2)/‖A‖₂, so that the largest rotation angle of an exact step is lr radians
     (to the accuracy of `stiefel.spectral_norm_skew`); a zero gradient moves nothing. `paper` steps along W = ½A, the
@@ -35,10 +36,11 @@ class CayleySGD(Optimizer):
     as M R' (right translation, an isometric transport), so M stays skew and needs no projection. The paper instead
     projects W R onto the tangent space at R', which agrees to first order in the step.
 
-    State of a parameter: `step` (int) counts its updates; `momentum_buffer` (n, n), of its dtype, if momentum > 0.
+    State of a parameter: `step` (int) counts its updates; `momentum_buffer`, of its shape and dtype, if momentum > 0.
 
     Args:
-        params: rotations, (n, n), float32 or float64, orthogonal; or groups, or named ones, as in torch.optim.
+        params: rotations, (n, n), or (blocks, n, n) for block-diagonal ones, float32 or float64, orthogonal; or groups,
+            or named ones, as in torch.optim.
         lr: see `CayleySGDOptions`, as are the options below.
         momentum: in [0, 1).
         step_rule: a `StepRule` or its name.
@@ -138,20 +140,21 @@ class CayleySGD(Optimizer):
                 continue
             _check_gradient(parameter.grad)
             steps = self.state[parameter].setdefault("step", 0)
-            batches.setdefault((parameter.shape, parameter.dtype, parameter.device, steps), []).append(parameter)
+            size = parameter.shape[-1]
+            batches.setdefault((size, parameter.dtype, parameter.device, steps), []).append(parameter)
         return list(batches.values())
 
     @torch.no_grad()
     def _move(self, batch: list[Tensor], options: CayleySGDOptions) -> None:
-        rotations = torch.stack(batch)
-        gradients = torch.stack([parameter.grad for parameter in batch if parameter.grad is not None])
+        rotations = _stacked(batch)
+        gradients = _stacked([parameter.grad for parameter in batch if parameter.grad is not None])
         generator = stiefel.skew_generator(rotations, gradients)
         if options.momentum > 0.0:
             generator = self._accumulate(batch, generator, momentum=options.momentum)
         moved = _cayley(generator * _step_size(generator, options), rotations, options)
         if self._count(batch, options.retract_every):
             moved = stiefel.qr_retraction(moved)
-        torch._foreach_copy_(batch, moved.unbind())
+        _write(batch, moved)
 
     def _accumulate(self, batch: list[Tensor], generator: Tensor, *, momentum: float) -> Tensor:
         """Add the generator to the momentum buffers and return them as one batch."""
@@ -159,8 +162,8 @@ class CayleySGD(Optimizer):
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in batch]
-        accumulated = momentum * torch.stack(buffers) + generator
-        torch._foreach_copy_(buffers, accumulated.unbind())
+        accumulated = momentum * _stacked(buffers) + generator
+        _write(buffers, accumulated)
         return accumulated
 
     def _count(self, batch: list[Tensor], retract_every: int) -> bool:
@@ -169,6 +172,17 @@ class CayleySGD(Optimizer):
             self.state[parameter]["step"] += 1
         steps: int = self.state[batch[0]]["step"]
         return retract_every > 0 and steps % retract_every == 0
+
+
+def _stacked(matrices: list[Tensor]) -> Tensor:
+    """Return tensors (..., n, n) of one n as one batch (blocks of all, n, n)."""
+    return torch.cat([matrix.reshape(-1, *matrix.shape[-2:]) for matrix in matrices])
+
+
+def _write(matrices: list[Tensor], batch: Tensor) -> None:
+    """Copy a batch back into the tensors that `_stacked` made it from."""
+    pieces = torch.split(batch, [matrix.shape[:-2].numel() for matrix in matrices])
+    torch._foreach_copy_(matrices, [piece.view_as(matrix) for piece, matrix in zip(pieces, matrices, strict=True)])
 
 
 def _options(group: dict[str, Any]) -> CayleySGDOptions:
@@ -206,10 +220,12 @@ def _check_parameter(parameter: Tensor, *, name: str) -> None:
         raise ValueError(
             f"{name} has dtype {parameter.dtype}: only torch.float32 and torch.float64 keep rotations exact"
         )
-    if parameter.layout is not torch.strided or parameter.ndim != 2 or parameter.shape[0] != parameter.shape[1]:
+    square = parameter.ndim in (2, 3) and parameter.shape[-2] == parameter.shape[-1]
+    if parameter.layout is not torch.strided or not square:
         shape, layout = tuple(parameter.shape), parameter.layout
         raise ValueError(
-            f"{name} has shape {shape}, layout {layout}: a rotation is a dense square matrix; leave it out"
+            f"{name} has shape {shape}, layout {layout}: "
+            f"a rotation is a dense square matrix, or a stack of such blocks; leave it out"
         )
 
 

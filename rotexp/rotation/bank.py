@@ -24,16 +24,18 @@ class RotationBank(nn.Module):
 
         Args:
             name: a Python identifier such as `R1` or `R2_7`.
-            matrix: (n, n), float32 or float64; a parameter is taken as it is, a tensor copied.
+            matrix: (n, n), or (blocks, n, n) for a block-diagonal one whose blocks are learned apart; float32 or
+                float64; a parameter is taken as it is, a tensor copied.
 
         Raises:
-            ValueError: the name is taken, the matrix belongs to another rotation or is no square float32/float64 one.
+            ValueError: the name is taken, or the matrix is another rotation's, or of a shape or dtype not named above.
         """
         if not name.isidentifier() or hasattr(self, name):
             raise ValueError(f"rotation {name!r}: the name is taken or no identifier; choose another")
-        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.dtype not in (torch.float32, torch.float64):
+        if not _is_square(matrix) or matrix.dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"rotation {name}: must be square and float32 or float64, not {matrix.dtype} {tuple(matrix.shape)}"
+                f"rotation {name}: must be (n, n) or (blocks, n, n), float32 or float64, "
+                f"not {matrix.dtype} {tuple(matrix.shape)}"
             )
         owner = next((other for other, parameter in self.items() if parameter is matrix), None)
         if owner is not None:
@@ -65,7 +67,19 @@ class RotationBank(nn.Module):
 
     @torch.no_grad()
     def assign(self, matrices: Mapping[str, Tensor]) -> None:
-        """Overwrite the named rotations in place."""
+        """Overwrite the named rotations in place, all or none.
+
+        Args:
+            matrices: by name, each of its rotation's shape; any dtype and device.
+
+        Raises:
+            KeyError: there is no rotation of that name.
+            ValueError: a matrix is not of its rotation's shape, not even one that would broadcast to it.
+        """
+        for name, matrix in matrices.items():
+            if matrix.shape != self[name].shape:
+                expected, given = tuple(self[name].shape), tuple(matrix.shape)
+                raise ValueError(f"rotation {name}: its shape is {expected}, not {given}; give a matrix of that shape")
         for name, matrix in matrices.items():
             self[name].copy_(matrix)
 
@@ -106,14 +120,17 @@ class Rotation:
 
     @property
     def matrix(self) -> Tensor:
-        """The rotation: (n, n), the bank's dtype."""
+        """The rotation: (n, n) or (blocks, n, n), the bank's dtype."""
         return self.bank[self.name]
 
     def rotate(self, values: Tensor) -> Tensor:
-        """Return `values @ R`, block by block where the width is a multiple of n.
+        """Return `values @ R`.
+
+        R is the block-diagonal matrix of the rotation's blocks; an (n, n) rotation is repeated as often as it fits.
 
         Args:
-            values: (..., m * n); computed in the bank's dtype, returned in that of `values`.
+            values: (..., m * n), with m the number of blocks if the rotation has its own; computed in the bank's
+                dtype, returned in that of `values`.
         """
         return _rotate_last(values, self.matrix)
 
@@ -122,32 +139,43 @@ class Rotation:
         return _rotate_last(values, self.matrix.mT)
 
     def rotate_rows(self, weight: Tensor) -> Tensor:
-        """Return `Rᵀ W`, block by block: what a linear must be whose output is rotated.
+        """Return `Rᵀ W`: what a linear must be whose output is rotated.
 
         Args:
-            weight: (m * n, inputs), or (m * n,) for a bias.
+            weight: (m * n, inputs), or (m * n,) for a bias, with m as in `rotate`.
         """
         matrix = self.matrix
-        blocks = weight.to(matrix.dtype).reshape(-1, matrix.shape[0], *weight.shape[1:] or (1,))
+        blocks = weight.to(matrix.dtype).reshape(*_split(matrix), *weight.shape[1:] or (1,))
         return (matrix.mT @ blocks).reshape(weight.shape).to(weight.dtype)
 
 
+def _is_square(matrix: Tensor) -> bool:
+    return matrix.ndim in (2, 3) and matrix.shape[-2] == matrix.shape[-1]
+
+
+def _split(matrix: Tensor) -> tuple[int, int]:
+    """Return what a rotated dimension is split into: the rotation's own blocks, or as many of n as it holds."""
+    return (matrix.shape[0] if matrix.ndim == 3 else -1), matrix.shape[-1]
+
+
 def _rotate_last(values: Tensor, matrix: Tensor) -> Tensor:
-    if values.shape[-1] == matrix.shape[0]:
+    if matrix.ndim == 2 and values.shape[-1] == matrix.shape[0]:
         return (values.to(matrix.dtype) @ matrix).to(values.dtype)
-    blocks = values.to(matrix.dtype).reshape(*values.shape[:-1], -1, matrix.shape[0])
-    return (blocks @ matrix).reshape(values.shape).to(values.dtype)
+    blocks = values.to(matrix.dtype).reshape(*values.shape[:-1], *_split(matrix))
+    rotated = blocks @ matrix if matrix.ndim == 2 else torch.einsum("...bi,bij->...bj", blocks, matrix)
+    return rotated.reshape(values.shape).to(values.dtype)
 
 
-def draw(kind: str, order: int, *, name: str, seed: int) -> Tensor:
+def draw(kind: str, order: int, *, name: str, seed: int, blocks: int | None = None) -> Tensor:
     """Draw the start of a rotation from a seed of its own name, so that neither order nor number of draws matters.
 
     Args:
         kind: `hadamard` (random signs), `random` (Haar) or `identity`.
         order: n.
+        blocks: how many blocks of that order to draw, independently of each other; None for one whole matrix.
 
     Returns:
-        (n, n), float32.
+        (n, n), or (blocks, n, n), float32.
 
     Raises:
         ValueError: there is no Hadamard matrix of that order.
@@ -159,5 +187,5 @@ def draw(kind: str, order: int, *, name: str, seed: int) -> Tensor:
         "random": lambda: random_orthogonal(order, generator=generator),
         "identity": lambda: torch.eye(order),
     }
-    drawn: Tensor = draws[kind]()
+    drawn: Tensor = draws[kind]() if blocks is None else torch.stack([draws[kind]() for _ in range(blocks)])
     return drawn

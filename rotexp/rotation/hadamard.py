@@ -15,6 +15,9 @@ from rotexp.rotation.galois import galois_field, prime_power
 # orders 1536 to 65536: two passes of 64 and 128 cost what three passes of 16, 16 and 32 cost.
 _PASS_COST = 128
 
+_REMEDIES = 2
+"""How many block sizes a refusal proposes, the largest first."""
+
 
 def hadamard(order: int) -> Tensor:
     """Construct a Hadamard matrix as the Kronecker product of Sylvester and Paley matrices.
@@ -46,7 +49,7 @@ def hadamard_factors(order: int) -> tuple[int, ...]:
     """
     factors = _cheapest_factors(order)
     if factors is None:
-        raise ValueError(_refusal(order))
+        raise ValueError(_refusal(order, instead="rotation.init=random"))
     return factors
 
 
@@ -104,55 +107,60 @@ def random_orthogonal(order: int, *, generator: torch.Generator, dtype: torch.dt
 
 @dataclass(frozen=True)
 class HadamardTransform:
-    """The orthonormal Hadamard transform of the last dimension, `x @ hadamard(order) / sqrt(order)`.
+    """The orthonormal Hadamard transform of each block of the last dimension, `x @ hadamard(order) / sqrt(order)`.
 
     It multiplies by one Kronecker factor at a time: sum(factors) multiply-adds per element in place of `order`. It is
     differentiable, and saves nothing of x for the backward. It holds no tensors, so it copies and pickles freely.
 
     Attributes:
         order: 1, 2 or a multiple of 4 for which `is_constructible` holds.
-        factors: what `hadamard_factors` makes of it; not an argument.
+        blocks: how many blocks of that order lie side by side, each transformed alone.
+        factors: what `hadamard_factors` makes of the order; not an argument.
 
     Raises:
-        ValueError: if the order cannot be constructed.
+        ValueError: if the order cannot be constructed, or there is no block.
     """
 
     order: int
+    blocks: int = field(default=1, kw_only=True)
     factors: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "factors", hadamard_factors(self.order))
+        factors = _cheapest_factors(self.order)
+        if factors is None:
+            raise ValueError(_refusal(self.order, instead="rotation.r4=false"))
+        if self.blocks < 1:
+            raise ValueError(f"a Hadamard transform of {self.blocks} blocks transforms nothing: 1 or more are needed")
+        object.__setattr__(self, "factors", factors)
+
+    @property
+    def width(self) -> int:
+        """The size of the dimension it transforms: `blocks * order`."""
+        return self.blocks * self.order
 
     def __call__(self, x: Tensor) -> Tensor:
         """Transform x.
 
         Args:
-            x: (..., order), floating point, on any device.
+            x: (..., width), floating point, on any device.
 
         Returns:
-            transformed: (..., order), the dtype and device of x, also under autocast.
+            transformed: (..., width), the dtype and device of x, also under autocast.
 
         Raises:
-            ValueError: if the last dimension of x is not `order`.
+            ValueError: if the last dimension of x is not `width`.
         """
-        return self._transform(x, transpose=False)
-
-    def inverse(self, x: Tensor) -> Tensor:
-        """Undo the transform: `x @ (hadamard(order) / sqrt(order)).T`, with shapes and errors as in the call."""
-        return self._transform(x, transpose=True)
-
-    def matrix(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the transform as a dense matrix: (order, order) `dtype` on the CPU, the caller's own."""
-        return hadamard(self.order).to(dtype).mul_(1 / math.sqrt(self.order))
-
-    def _transform(self, x: Tensor, *, transpose: bool) -> Tensor:
-        if x.dim() == 0 or x.shape[-1] != self.order:
-            raise ValueError(f"x of shape {tuple(x.shape)} does not fit a Hadamard transform of order {self.order}")
+        if x.dim() == 0 or x.shape[-1] != self.width:
+            fitting = f"a Hadamard transform of order {self.order} on a width of {self.width}"
+            raise ValueError(f"x of shape {tuple(x.shape)} does not fit {fitting}")
         with _without_autocast(x.device.type):
             matrices = [_scaled_matrix(factor, dtype=x.dtype, device=x.device) for factor in self.factors]
-            if transpose:
-                matrices = [matrix.T for matrix in matrices]
             return _multiply_kronecker(x, matrices=matrices, scale=_remaining_scale(self.factors))
+
+    def matrix(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the transform as a dense matrix: (width, width) `dtype` on the CPU, the caller's own."""
+        block = hadamard(self.order).to(dtype).mul_(1 / math.sqrt(self.order))
+        return torch.kron(torch.eye(self.blocks, dtype=dtype, device="cpu"), block)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:
@@ -161,7 +169,7 @@ def _without_autocast(device_type: str) -> AbstractContextManager[object]:
 
 
 def _multiply_kronecker(x: Tensor, *, matrices: list[Tensor], scale: float) -> Tensor:
-    """Multiply the rows of x by `scale` times the Kronecker product of square matrices, the last matrix first."""
+    """Multiply x, block by block, by `scale` times the Kronecker product of square matrices, the last matrix first."""
     inner = matrices[-1].shape[0]
     # addmm applies the scale inside the product, which spares a pass over x and one rounding; beta=0 ignores the zero.
     product = torch.addmm(x.new_zeros(()), x.reshape(-1, inner), matrices[-1], beta=0, alpha=scale)
@@ -281,7 +289,8 @@ def _signs(rows: list[list[int]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int8, device="cpu")
 
 
-def _refusal(order: int) -> str:
+def _refusal(order: int, *, instead: str) -> str:
+    """Say why there is no matrix, and which settings do without: `instead`, or blocks that divide the order."""
     if order < 1:
         return f"no Hadamard matrix of order {order} exists: the order must be positive"
     reason = f"no construction known here for order {order}"
@@ -289,6 +298,6 @@ def _refusal(order: int) -> str:
         reason = f"no Hadamard matrix of order {order} exists: the order must be 1, 2 or a multiple of 4"
     below = next(near for near in count(order - 1, -1) if is_constructible(near))
     above = next(near for near in count(order + 1) if is_constructible(near))
-    block = max(divisor for divisor in _divisors(order) if is_constructible(divisor))
-    blocks = f", or a Hadamard matrix on each block of {block}" if block > 1 else ""
-    return f"{reason}; the nearest orders are {below} and {above}; or use random_orthogonal({order}){blocks}"
+    sizes = [size for size in reversed(_divisors(order)) if size > 1 and is_constructible(size)]
+    remedies = " or ".join([instead, *(f"rotation.block_size={size}" for size in sizes[:_REMEDIES])])
+    return f"{reason} (the nearest orders are {below} and {above}); set {remedies}"

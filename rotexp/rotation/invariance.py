@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotexp.rotation.bank import Rotation
-from rotexp.rotation.norms import decoder_layers
-from rotexp.rotation.placement import RotatedModel
+from rotexp.models.arch import decoder_layers
+from rotexp.rotation.model import RotatedModel
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 """Largest relative logit error by the weights' dtype; the coarse ones leave room for rounding of folded weights."""
@@ -29,15 +28,18 @@ class Trace:
 
 @torch.no_grad()
 def trace(model: RotatedModel, token_ids: Tensor, *, rotate: bool) -> Trace:
-    """Run the model without quantization; a rotated residual stream is rotated back.
+    """Run the model without quantization; a rotated residual stream is rotated back, one whose mean is dropped centred.
 
     Args:
         token_ids: (batch, tokens).
     """
     with model.mode.set(rotate=rotate, quantize=False), _layer_outputs(model) as outputs:
         logits: Tensor = model.network(token_ids, use_cache=False).logits.float()
-    residual = Rotation(model.bank, "R1") if rotate and "R1" in model.bank else None
-    return Trace(logits, [output if residual is None else residual.unrotate(output) for output in outputs])
+    residual = model.residual if rotate else None
+    outputs = [output if residual is None else residual.unrotate(output) for output in outputs]
+    if model.rms_norms:
+        outputs = [output - output.mean(-1, keepdim=True) for output in outputs]
+    return Trace(logits, outputs)
 
 
 @contextmanager

@@ -1,12 +1,16 @@
-"""Linear and embedding layers that rotate and fake-quantize in forward, and keep their weight's name."""
+"""A linear that rotates and fake-quantizes in forward, and keeps its weight's name."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rotexp.models.arch import ValueRows
 from rotexp.quant.fake import FakeQuantizer
+from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation
 from rotexp.rotation.hadamard import HadamardTransform
 from rotexp.rotation.mode import Mode
@@ -22,6 +26,7 @@ class RotatedLinear(nn.Module):
 
     Attributes:
         input_rotation, output_rotation: None once merged, or where no rotation acts.
+        output_rows: which outputs the output rotation acts on (None: all).
         online: None until `bake` has put H into W.
     """
 
@@ -34,6 +39,7 @@ class RotatedLinear(nn.Module):
         input_quantizer: FakeQuantizer,
         input_rotation: Rotation | None = None,
         output_rotation: Rotation | None = None,
+        output_rows: ValueRows | None = None,
         online: HadamardTransform | None = None,
     ) -> None:
         super().__init__()
@@ -45,6 +51,7 @@ class RotatedLinear(nn.Module):
         self.input_quantizer = input_quantizer
         self.input_rotation = input_rotation
         self.output_rotation = output_rotation
+        self.output_rows = output_rows
         self.online: HadamardTransform | None = None
         self._unbaked = online
         self.reuse = False
@@ -67,6 +74,15 @@ class RotatedLinear(nn.Module):
             self._kept = self.weight_quantizer(self._rotated_weight())
         return self._kept
 
+    def quantized_widths(self) -> list[tuple[str, QuantSpec, int]]:
+        """Return for weights and activations their quantizer's spec and the width it divides into groups."""
+        width = self.weight.shape[1]
+        return [("weights", self.weight_quantizer.spec, width), ("activations", self.input_quantizer.spec, width)]
+
+    def refresh(self) -> None:
+        """Forget the cached clip ratios."""
+        self.weight_quantizer.refresh()
+
     def keep_quantized_weight(self, reuse: bool) -> None:
         """Use the next forward's quantized weight again in those after it, or (False) forget it."""
         self.reuse, self._kept = reuse, None
@@ -77,7 +93,9 @@ class RotatedLinear(nn.Module):
         if rotate and self.input_rotation is not None:
             x = self.input_rotation.unrotate(x)
         y = F.linear(x, self.weight, self.bias)
-        return self.output_rotation.rotate(y) if rotate and self.output_rotation is not None else y
+        if not rotate or self.output_rotation is None:
+            return y
+        return _on_rows(self.output_rows, self.output_rotation.rotate, y, dim=-1)
 
     def _rotated_weight(self) -> Tensor:
         weight: Tensor = self.weight
@@ -85,12 +103,17 @@ class RotatedLinear(nn.Module):
             return weight
         if self.input_rotation is not None:
             weight = self.input_rotation.rotate(weight)
-        return weight if self.output_rotation is None else self.output_rotation.rotate_rows(weight)
+        return self._rotate_rows(weight)
 
     def _rotated_bias(self) -> Tensor | None:
         if self.bias is None or self.output_rotation is None or not self.mode.rotate:
             return self.bias
-        return self.output_rotation.rotate_rows(self.bias)
+        return self._rotate_rows(self.bias)
+
+    def _rotate_rows(self, rows: Tensor) -> Tensor:
+        if self.output_rotation is None:
+            return rows
+        return _on_rows(self.output_rows, self.output_rotation.rotate_rows, rows, dim=0)
 
     @torch.no_grad()
     def bake(self) -> None:
@@ -111,25 +134,13 @@ class RotatedLinear(nn.Module):
         self.input_rotation = self.output_rotation = None
 
 
-class RotatedEmbedding(nn.Module):
-    """An embedding whose rows are rotated after the lookup; `weight`: (vocabulary, hidden), frozen."""
-
-    def __init__(self, embedding: nn.Embedding, *, mode: Mode, rotation: Rotation) -> None:
-        super().__init__()
-        self.weight = embedding.weight
-        self.padding_idx = embedding.padding_idx
-        self.mode = mode
-        self.rotation: Rotation | None = rotation
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """Map token_ids: (batch, tokens) to (batch, tokens, hidden)."""
-        rows = F.embedding(token_ids, self.weight, self.padding_idx)
-        return self.rotation.rotate(rows) if self.mode.rotate and self.rotation is not None else rows
-
-    def merged(self) -> dict[str, Tensor]:
-        """Return the weight with the rotation baked in (the whole parameter must be gathered)."""
-        return {"weight": self.weight if self.rotation is None else self.rotation.rotate(self.weight)}
-
-    def release(self) -> None:
-        """Let go of the rotation's handle."""
-        self.rotation = None
+def _on_rows(rows: ValueRows | None, function: Callable[[Tensor], Tensor], tensor: Tensor, *, dim: int) -> Tensor:
+    """Apply a function that keeps shapes to some indices of the first or the last dimension (None: to all)."""
+    if rows is None:
+        return function(tensor)
+    outer, inner = (0, 1) if dim == 0 else (-2, -1)
+    blocks = torch.unflatten(tensor, dim, (rows.num_blocks, -1))
+    sizes = [rows.start, rows.stop - rows.start, blocks.shape[inner] - rows.stop]
+    before, chosen, after = blocks.split(sizes, dim=inner)
+    changed = torch.unflatten(function(chosen.flatten(outer, inner)), dim, (rows.num_blocks, -1))
+    return torch.cat([before, changed, after], dim=inner).flatten(outer, inner)

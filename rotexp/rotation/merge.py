@@ -1,12 +1,26 @@
-"""Bake the rotations into the weights, so that the model no longer needs its bank."""
+"""Prepare a placed model for its rotations, and bake them into the weights so that it no longer needs its bank."""
 
 from __future__ import annotations
 
 import torch
 
-from rotexp.rotation.linear import RotatedEmbedding, RotatedLinear
-from rotexp.rotation.placement import RotatedModel
+from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.norms import fold_norms
 from rotexp.sharding.shards import gathered, reshard, write_rows
+
+
+@torch.no_grad()
+def prepare(model: RotatedModel) -> None:
+    """Fold norms if the residual stream is rotated, and put the counterparts of the online transforms into the weights.
+
+    Raises:
+        ValueError: a norm cannot be folded.
+    """
+    reshard(model.network)
+    if model.residual is not None:
+        fold_norms(model.network, model.spec)
+    for module in model.rotated_modules:
+        module.bake()
 
 
 @torch.no_grad()
@@ -17,20 +31,11 @@ def merge(model: RotatedModel) -> None:
     """
     reshard(model.network)
     for unit in model.units:
-        modules = [module for module in unit.modules() if isinstance(module, (RotatedLinear, RotatedEmbedding))]
+        consumers = model.consumers(unit)
         with gathered(unit):
-            merged = [module.merged() for module in modules]
-        for module, tensors in zip(modules, merged, strict=True):
+            merged = [consumer.merged() for _, consumer in consumers]
+        for (module, consumer), tensors in zip(consumers, merged, strict=True):
             for name, values in tensors.items():
                 write_rows(module.get_parameter(name), values)
-            module.release()
+            consumer.release()
     model.bank.prune(name for name, _ in tuple(model.bank.items()))
-
-
-@torch.no_grad()
-def bake_online(model: RotatedModel) -> None:
-    """Put the counterparts of the online transforms into the weights, once."""
-    reshard(model.network)
-    for module in model.rotated_modules:
-        if isinstance(module, RotatedLinear):
-            module.bake()

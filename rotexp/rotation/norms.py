@@ -1,42 +1,208 @@
-"""Fold norm gains into the linears that read them, so that what lies between two norms commutes with a rotation."""
+"""Fold norms into what reads them, so that what lies between two of them commutes with a rotation.
+
+Which kind a norm is, is found by running it, so that neither its class nor its family has to be trusted. A norm that
+subtracts the mean (LayerNorm) becomes one that does not (RMSNorm): everything that writes to the residual stream is
+centred instead, once (Ashkboos et al., "SliceGPT", ICLR 2024, section 3.2).
+"""
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rotexp.models.arch import ArchSpec
-from rotexp.sharding.shards import local_rows, reshard, whole
+from rotexp.models.arch import ArchSpec, decoder_layers, embedding_name, head_name, present
+from rotexp.sharding.shards import local_rows, reshard, row_slice, whole
+
+PROBE_TOLERANCE = 1e-4
+"""Largest relative difference of a norm from the formula it is taken for (float32, eps neglected)."""
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """What a norm computes of x: `x / rms(x) * (gain_offset + weight) + bias`, the mean of x subtracted first or not.
+
+    Attributes:
+        centred: whether the mean is subtracted.
+        gain_offset: 0, or 1 where the stored weight is the gain's difference from one; None without a weight.
+        biased: whether it has a bias.
+        eps: what is added to the mean square.
+    """
+
+    centred: bool
+    gain_offset: float | None
+    biased: bool
+    eps: float
+
+
+@torch.no_grad()
+def probe_norm(norm: nn.Module, width: int, *, name: str) -> NormKind:
+    """Find a norm's kind by running a copy with random parameters on the host.
+
+    Args:
+        norm: maps (..., width) to (..., width); may be on the meta device or sharded.
+
+    Raises:
+        ValueError: it is no norm of a kind that can be folded.
+    """
+    copied = _random_copy(norm, width)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, width, generator=generator) * 100 + 50
+    found = copied(x)
+    weight, bias = copied._parameters.get("weight"), copied._parameters.get("bias")
+    offsets = (None,) if weight is None else (0.0, 1.0)
+    for centred, offset in product((False, True), offsets):
+        gain = 1.0 if weight is None or offset is None else offset + weight
+        expected = _normalize(x, centred=centred, eps=0.0) * gain + (0.0 if bias is None else bias)
+        if (found - expected).abs().max() <= PROBE_TOLERANCE * expected.abs().max():
+            return NormKind(centred, offset, bias is not None, _probe_eps(copied, x, centred=centred))
+    raise ValueError(
+        f"{name}: {type(norm).__name__} is neither RMSNorm nor LayerNorm, with gain w or 1 + w, so R1 cannot pass it"
+    )
+
+
+def _random_copy(norm: nn.Module, width: int) -> nn.Module:
+    """Return the norm with fresh random parameters, on the host in float32."""
+    generator = torch.Generator().manual_seed(1)
+    bare = copy.copy(norm)
+    bare._parameters = {
+        name: parameter if parameter is None else nn.Parameter(torch.rand(width, generator=generator) + 0.5)
+        for name, parameter in norm._parameters.items()
+    }
+    return bare
+
+
+def _normalize(x: Tensor, *, centred: bool, eps: float) -> Tensor:
+    centre = x - x.mean(-1, keepdim=True) if centred else x
+    return centre * torch.rsqrt(centre.square().mean(-1, keepdim=True) + eps)
+
+
+def _probe_eps(norm: nn.Module, x: Tensor, *, centred: bool) -> float:
+    """Return the norm's eps: as it declares it, or from what it makes of inputs far smaller (three digits)."""
+    declared = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
+    if isinstance(declared, float):
+        return declared
+    small = x * 1e-8
+    centre = small - small.mean(-1, keepdim=True) if centred else small
+    ratio = (norm(2 * small) - norm(small)).square().mean().sqrt() / centre.square().mean().sqrt()
+    gain = norm._parameters.get("weight")
+    scale = 1.0 if gain is None else float(gain.square().mean().sqrt())
+    return float(f"{(scale / float(ratio)) ** 2:.2e}")
+
+
+@dataclass(frozen=True)
+class _RootMeanSquare:
+    """What a folded norm computes; takes the place of its `forward`."""
+
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalize x: (..., width), in float32 (float64 for a float64 tensor), returned in its dtype."""
+        values = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(values, x.shape[-1:], eps=self.eps).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class NormReaders:
+    """A norm and the modules that read its output; experts among them read by their `gate_up_proj`."""
+
+    name: str
+    norm: nn.Module
+    readers: list[nn.Module]
+
+    def weights(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return each reader's weight, (outputs, width) or (experts, outputs, width), and bias if it has one."""
+        owned = [reader._parameters for reader in self.readers]
+        pairs: list[Any] = [(own.get("gate_up_proj", own.get("weight")), own.get("bias")) for own in owned]
+        return pairs
+
+
+def norm_readers(model: nn.Module, spec: ArchSpec) -> list[NormReaders]:
+    """Return every norm before a reader, in the model's order."""
+    found = []
+    for index, layer in enumerate(decoder_layers(model, spec)):
+        for norm in present(layer, spec.norms):
+            readers = [layer.get_submodule(name) for name in present(layer, spec.norms[norm])]
+            found.append(NormReaders(f"{spec.layers}.{index}.{norm}", layer.get_submodule(norm), readers))
+    if spec.final_norm is not None:
+        head = model.get_submodule(head_name(model))
+        found.append(NormReaders(spec.final_norm, model.get_submodule(spec.final_norm), [head]))
+    return found
+
+
+def norm_kinds(groups: list[NormReaders], width: int) -> dict[str, NormKind]:
+    """Return the kind of each norm, by name.
+
+    Raises:
+        ValueError: a norm is of no kind that can be folded, or some subtract the mean and some do not.
+    """
+    kinds = {group.name: probe_norm(group.norm, width, name=group.name) for group in groups}
+    if len({kind.centred for kind in kinds.values()}) > 1:
+        raise ValueError("some of the norms subtract the mean and some do not, so R1 cannot pass them")
+    return kinds
 
 
 @torch.no_grad()
 def fold_norms(model: nn.Module, spec: ArchSpec) -> None:
-    """Multiply every reader's weight by its norm's gain, column by column, and set the gain to one.
+    """Fold every norm's gain and bias into its readers, and centre the writers if the norms subtract means.
 
-    Works on any shard of rows; gains are gathered. The product is formed in float32 (float64 for a float64 model) and
-    stored in the weight's dtype.
+    Works on any shard of rows; what is not local is gathered, one parameter at a time. Products are formed in float32
+    (float64 for a float64 model) and stored in the weight's dtype.
+
+    Raises:
+        ValueError: a norm is of no kind that can be folded, or kinds are mixed.
     """
     reshard(model)
+    width = model.get_parameter(f"{embedding_name(model)}.weight").shape[1]
+    groups = norm_readers(model, spec)
+    kinds = norm_kinds(groups, width)
+    for group in groups:
+        _fold(group, kinds[group.name])
+    if kinds[groups[0].name].centred:
+        _centre_writers(model, spec)
+
+
+def _fold(group: NormReaders, kind: NormKind) -> None:
+    weight, shift = group.norm._parameters.get("weight"), group.norm._parameters.get("bias")
+    if shift is not None:
+        _fold_shift(group, _wide(whole(shift)))
+        local_rows(shift).fill_(0.0)
+    if weight is not None and kind.gain_offset is not None:
+        gain = _wide(whole(weight)) + kind.gain_offset
+        for reader, _ in group.weights():
+            rows = local_rows(reader)
+            rows.copy_(_wide(rows) * gain)
+        local_rows(weight).fill_(1.0 - kind.gain_offset)
+    if kind.centred:
+        group.norm.forward = _RootMeanSquare(kind.eps)
+
+
+def _fold_shift(group: NormReaders, shift: Tensor) -> None:
+    """Add to each reader's bias what it makes of the norm's bias."""
+    for weight, bias in group.weights():
+        assert bias is not None, f"{group.name} has a bias, so its readers were given one when they were placed"
+        added = _wide(whole(weight)) @ shift
+        rows = local_rows(bias)
+        rows.copy_(_wide(rows) + added[row_slice(bias)])
+
+
+def _centre_writers(model: nn.Module, spec: ArchSpec) -> None:
+    """Subtract from everything that is added to the residual stream its mean over the stream's width."""
+    for name in (embedding_name(model), spec.positions):
+        if name is not None:
+            rows = local_rows(model.get_parameter(f"{name}.weight"))
+            rows.copy_(_wide(rows) - _wide(rows).mean(-1, keepdim=True))
     for layer in decoder_layers(model, spec):
-        for norm, readers in spec.norms.items():
-            _fold(layer.get_submodule(norm), [layer.get_submodule(reader) for reader in readers])
-    _fold(model.get_submodule(spec.final_norm), [model.get_submodule(spec.head)])
+        for name in present(layer, spec.writers):
+            for parameter in layer.get_submodule(name).parameters(recurse=False):
+                rows = local_rows(parameter)
+                rows.copy_(_wide(rows) - _wide(whole(parameter)).mean(0))
 
 
-def _fold(norm: nn.Module, readers: list[nn.Module]) -> None:
-    gain = norm.weight
-    assert isinstance(gain, Tensor)
-    factors = whole(gain)
-    factors = factors.to(torch.promote_types(factors.dtype, torch.float32))
-    for reader in readers:
-        assert isinstance(reader.weight, Tensor)
-        rows = local_rows(reader.weight)
-        rows.copy_(rows.to(factors.dtype) * factors)
-    local_rows(gain).fill_(1.0)
-
-
-def decoder_layers(model: nn.Module, spec: ArchSpec) -> list[nn.Module]:
-    """Return the decoder layers in order."""
-    layers = model.get_submodule(spec.layers)
-    assert isinstance(layers, nn.ModuleList)
-    return list(layers)
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,207 +1,250 @@
-"""Place rotations and quantizers in a model: which linear gets which."""
+"""Place rotations and quantizers in a model: which module gets which."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from rotexp.config import QuantConfig, RotationConfig, RotationInit
-from rotexp.models.arch import ArchSpec
+from rotexp.models.arch import (
+    ArchSpec,
+    decoder_layers,
+    embedding_name,
+    head_dim,
+    head_name,
+    present,
+    r1_obstacle,
+)
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
-from rotexp.rotation.attention import quantize_cache
-from rotexp.rotation.bank import Rotation, RotationBank, draw
-from rotexp.rotation.hadamard import HadamardTransform
-from rotexp.rotation.linear import RotatedEmbedding, RotatedLinear
+from rotexp.rotation.attention import Cache, cache_obstacle, place_cache
+from rotexp.rotation.bank import Rotation, RotationBank
+from rotexp.rotation.experts import RotatedExperts
+from rotexp.rotation.hadamard import HadamardTransform, is_constructible
+from rotexp.rotation.hooks import RotatedInput, RotatedOutput
+from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode
-from rotexp.rotation.norms import decoder_layers
+from rotexp.rotation.model import RotatedModel, check_width, draw_start
+from rotexp.rotation.norms import norm_kinds, norm_readers
 
 BANK = "rotation_bank"
 """The name under which a model registers its bank."""
 
 
-@dataclass
-class RotatedModel:
-    """A causal model with rotations and quantizers in place.
-
-    Attributes:
-        network: the Hugging Face model; `network(token_ids).logits`.
-        bank: its rotations.
-        mode: what it computes at the moment.
-        placements: for each rotation, where it acts, in words.
-        online: order of every transform that stays in the merged model.
-    """
-
-    network: nn.Module
-    spec: ArchSpec
-    bank: RotationBank
-    mode: Mode
-    placements: dict[str, str]
-    online: dict[str, int]
-
-    @property
-    def rotated_modules(self) -> list[RotatedLinear | RotatedEmbedding]:
-        """Every module that rotates or quantizes, in the model's order."""
-        return [module for module in self.network.modules() if isinstance(module, (RotatedLinear, RotatedEmbedding))]
-
-    @property
-    def units(self) -> list[nn.Module]:
-        """What is sharded as one: the embedding, each decoder layer, the head."""
-        embedding, head = (self.network.get_submodule(name) for name in (self.spec.embedding, self.spec.head))
-        return [embedding, *decoder_layers(self.network, self.spec), head]
-
-    def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Map token_ids: (batch, tokens) to logits (batch, tokens, vocabulary), as the mode says."""
-        logits: torch.Tensor = self.network(token_ids, use_cache=False).logits
-        return logits
-
-    def refresh_quantizers(self) -> None:
-        """Forget every cached clip ratio; to be called when weights or rotations have moved."""
-        for module in self.rotated_modules:
-            if isinstance(module, RotatedLinear):
-                module.weight_quantizer.refresh()
-
-    @contextmanager
-    def reusing_weights(self) -> Iterator[None]:
-        """Rotate and quantize each weight once for all forwards of the block; takes the memory of the whole weights.
-
-        Inside the block neither mode, rotations nor weights may change, except that quantization may be switched off.
-        """
-        linears = [module for module in self.rotated_modules if isinstance(module, RotatedLinear)]
-        for linear in linears:
-            linear.keep_quantized_weight(True)
-        try:
-            yield
-        finally:
-            for linear in linears:
-                linear.keep_quantized_weight(False)
-
-    def check_widths(self) -> None:
-        """Try every quantizer's group size on the width it will meet.
-
-        Raises:
-            ValueError: one does not divide it; both are named.
-        """
-        for name, module in self.network.named_modules():
-            if isinstance(module, RotatedLinear):
-                quantizers = {"weights": module.weight_quantizer, "activations": module.input_quantizer}
-                for kind, quantizer in quantizers.items():
-                    _check_width(f"quant.{kind}", quantizer.spec, module.weight.shape[1], where=name)
-
-    def starts(self, kind: RotationInit, *, seed: int) -> dict[str, torch.Tensor]:
-        """Draw a start of the given kind for every rotation."""
-        return {
-            name: draw(kind.name, matrix.shape[0], name=name, seed=seed).to(matrix.device)
-            for name, matrix in self.bank.items()
-        }
-
-
 def place(model: nn.Module, spec: ArchSpec, rotation: RotationConfig, quant: QuantConfig, *, seed: int) -> RotatedModel:
-    """Replace the model's embedding, linears and attention by ones that rotate and quantize; weights keep their names.
+    """Replace or hook the model's embeddings, linears, experts and attention; weights keep their names.
 
     Args:
         model: a Hugging Face causal model, untied; may be on the meta device.
 
     Raises:
-        ValueError: a Hadamard matrix is asked for in an order that has none.
+        ValueError: a rotation that was asked for cannot exist in this model, a Hadamard matrix has no such order, or a
+            module that would have to be rotated is of an unknown class.
     """
-    config: Any = model.config
-    layers = decoder_layers(model, spec)
-    mode, bank, placements = Mode(), RotationBank(), {}
-
-    def own(name: str, order: int, where: str) -> Rotation:
-        placements[name] = where
-        matrix = draw(rotation.init.name, order, name=name, seed=seed)
-        return bank.add(name, nn.Parameter(matrix, requires_grad=rotation.learned))
-
-    residual = own("R1", config.hidden_size, "residual stream") if rotation.r1 is not False else None
-    online = HadamardTransform(_input_width(layers[0], spec.down)) if rotation.r4 else None
-    factory = _LinearFactory(mode, quant)
-    for index, layer in enumerate(layers):
-        path = f"{spec.layers}.{index}.{spec.attention}"
-        head = own(f"R2_{index}", head_dim(config), f"values and output of {path}") if rotation.r2 is not False else None
-        _place_layer(layer, spec, factory, residual=residual, head=head, online=online)
-    if residual is not None:
-        embedding: Any = model.get_submodule(spec.embedding)
-        model.set_submodule(spec.embedding, RotatedEmbedding(embedding, mode=mode, rotation=residual))
-        model.set_submodule(spec.head, factory.build(model.get_submodule(spec.head), residual, None, quantized=False))
-    if quant.kv.enabled:
-        _check_width("quant.kv", quant.kv, head_dim(config), where="keys and values")
-        attention = [layer.get_submodule(spec.attention) for layer in layers]
-        quantize_cache(model, attention, quantizer=FakeQuantizer(quant.kv), mode=mode)
-    model.register_module(BANK, bank)
-    return RotatedModel(model, spec, bank, mode, placements, {} if online is None else {"R4": online.order})
+    placed = RotatedModel(model, spec, RotationBank(), Mode())
+    _Placer(placed, rotation, quant, seed=seed).run()
+    model.register_module(BANK, placed.bank)
+    return placed
 
 
-def head_dim(config: Any) -> int:
-    """Return the width of one attention head of a Hugging Face config."""
-    explicit = getattr(config, "head_dim", None)
-    return int(explicit or config.hidden_size // config.num_attention_heads)
+class _Placer:
+    """Carries out one placement."""
 
+    def __init__(self, placed: RotatedModel, rotation: RotationConfig, quant: QuantConfig, *, seed: int) -> None:
+        self.placed = placed
+        self.model = placed.network
+        self.spec = placed.spec
+        self.config: Any = self.model.config
+        self.rotation = rotation
+        self.quant = quant
+        self.seed = seed
+        self.value_rows = self.spec.value_rows(self.config)
 
-def _input_width(layer: nn.Module, name: str) -> int:
-    linear = layer.get_submodule(name)
-    assert isinstance(linear, nn.Linear)
-    return linear.in_features
+    def run(self) -> None:
+        """Place everything."""
+        residual = self._residual()
+        layers = decoder_layers(self.model, self.spec)
+        for index, layer in enumerate(layers):
+            self._place_layer(layer, self._head(index), residual=residual)
+        self._place_ends(residual)
+        self._place_cache(layers)
 
+    def _own(self, name: str, shape: tuple[int, ...], where: str) -> Rotation:
+        """Give the bank a rotation of that shape."""
+        self.placed.placements[name] = where
+        matrix = draw_start(self.rotation.init, shape, name=name, seed=self.seed)
+        return self.placed.bank.add(name, nn.Parameter(matrix, requires_grad=self.rotation.learned))
 
-def _check_width(key: str, spec: QuantSpec, width: int, *, where: str) -> None:
-    try:
-        spec.num_groups(width)
-    except ValueError as error:
-        raise ValueError(f"{key}.{error} (at {where})") from None
+    def _wanted(self, key: str, obstacle: str | None) -> bool:
+        """Return whether to place a rotation that was not switched off; note the obstacle if that is why not.
 
+        Raises:
+            ValueError: it was asked for, and cannot exist.
+        """
+        if obstacle is None:
+            return True
+        if getattr(self.rotation, key):
+            raise ValueError(f"rotation.{key}=true: cannot act: {obstacle}; set rotation.{key}=false")
+        warning = f"{key.upper()} is left out: {obstacle}"
+        if warning not in self.placed.warnings:
+            self.placed.warnings.append(warning)
+        return False
 
-@dataclass(frozen=True)
-class _LinearFactory:
-    """Builds rotated linears that share a mode and quantizer specs."""
+    def _residual(self) -> Rotation | None:
+        if self.rotation.r1 is False:
+            return None
+        hidden, size = self.config.hidden_size, self.rotation.block_size
+        obstacle = r1_obstacle(self.model, self.spec) or self._norm_obstacle(hidden)
+        if not self._wanted("r1", obstacle):
+            return None
+        self._add_biases()
+        if size is None or size == hidden:
+            return self._own("R1", (hidden, hidden), "residual stream")
+        _check_block(size, hidden, where="the residual stream")
+        return self._own("R1", (hidden // size, size, size), f"residual stream, blocks of {size}")
 
-    mode: Mode
-    quant: QuantConfig
+    def _norm_obstacle(self, width: int) -> str | None:
+        """Return why some norm of the model lets no rotation pass; note which would run without subtracting means."""
+        try:
+            kinds = norm_kinds(norm_readers(self.model, self.spec), width)
+        except ValueError as error:
+            return str(error)
+        self.placed.rms_norms = [name for name, kind in kinds.items() if kind.centred]
+        return None
 
-    def build(
+    def _add_biases(self) -> None:
+        """Give readers of biased norms the bias into which the norm's is folded."""
+        names = {module: name for name, module in self.model.named_modules()}
+        for group in norm_readers(self.model, self.spec):
+            if group.norm._parameters.get("bias") is None:
+                continue
+            for reader in group.readers:
+                if isinstance(reader, nn.Linear) and reader._parameters["bias"] is None:
+                    zeros = reader.weight.new_zeros(reader.out_features)
+                    reader.bias = nn.Parameter(zeros, requires_grad=False)
+                    self.placed.added.add(f"{names[reader]}.bias")
+
+    def _head(self, index: int) -> Rotation | None:
+        if self.rotation.r2 is False:
+            return None
+        width = head_dim(self.config)
+        if self.rotation.init is RotationInit.hadamard and not is_constructible(width):
+            raise ValueError(
+                f"rotation.init=hadamard: heads of {width} have no Hadamard matrix, so R2 cannot start at one; set "
+                "rotation.init=random or rotation.r2=false"
+            )
+        where = f"values and output of {self.spec.layers}.{index}.{self.spec.attention}"
+        return self._own(f"R2_{index}", (width, width), where)
+
+    def _place_layer(self, layer: nn.Module, head: Rotation | None, *, residual: Rotation | None) -> None:
+        spec = self.spec
+        inputs = dict.fromkeys(spec.readers, residual) | {spec.output: head}
+        outputs = {spec.value: head} | dict.fromkeys(spec.writers, residual)
+        for name in present(layer, (*spec.readers, *spec.writers)):
+            module = layer.get_submodule(name)
+            if name in spec.routers and not isinstance(module, nn.Linear):
+                self._hook_router(module, residual)
+                continue
+            rotated = self._linear(
+                module,
+                inputs.get(name),
+                outputs.get(name),
+                self.value_rows if name == spec.value else None,
+                online=self._online(module.get_parameter("weight").shape[1]) if name in spec.down else None,
+                quantized=name not in spec.routers,
+            )
+            layer.set_submodule(name, rotated)
+        for name in present(layer, [spec.experts] if spec.experts else []):
+            layer.set_submodule(name, self._experts(layer.get_submodule(name), residual))
+
+    def _linear(
         self,
         linear: nn.Module,
         input_rotation: Rotation | None,
         output_rotation: Rotation | None,
+        output_rows: Any = None,
         *,
         online: HadamardTransform | None = None,
         quantized: bool = True,
     ) -> RotatedLinear:
-        assert isinstance(linear, nn.Linear)
+        if type(linear) is not nn.Linear:
+            raise ValueError(
+                f"model_type={self.config.model_type}: a {type(linear).__name__} stands where a Linear is needed; "
+                "this model is not supported"
+            )
         off = QuantSpec()
         return RotatedLinear(
             linear,
-            mode=self.mode,
+            mode=self.placed.mode,
             weight_quantizer=FakeQuantizer(self.quant.weights if quantized else off),
             input_quantizer=FakeQuantizer(self.quant.activations if quantized else off),
             input_rotation=input_rotation,
             output_rotation=output_rotation,
+            output_rows=output_rows,
             online=online,
         )
 
-
-def _place_layer(
-    layer: nn.Module,
-    spec: ArchSpec,
-    factory: _LinearFactory,
-    *,
-    residual: Rotation | None,
-    head: Rotation | None,
-    online: HadamardTransform | None,
-) -> None:
-    inputs = dict.fromkeys(spec.readers, residual) | {spec.output: head}
-    outputs = {spec.value: head} | dict.fromkeys(spec.writers, residual)
-    for name in dict.fromkeys((*spec.readers, *spec.writers)):
-        rotated = factory.build(
-            layer.get_submodule(name),
-            inputs.get(name),
-            outputs.get(name),
-            online=online if name == spec.down else None,
+    def _experts(self, experts: Any, residual: Rotation | None) -> RotatedExperts:
+        return RotatedExperts(
+            experts,
+            mode=self.placed.mode,
+            weights=self.quant.weights,
+            activations=self.quant.activations,
+            residual=residual,
+            online=self._online(experts.down_proj.shape[-1]),
         )
-        layer.set_submodule(name, rotated)
+
+    def _hook_router(self, router: nn.Module, residual: Rotation | None) -> None:
+        if residual is not None:
+            self.placed.hooked.append(RotatedInput(router, mode=self.placed.mode, rotation=residual))
+
+    def _online(self, width: int) -> HadamardTransform | None:
+        """Return R4 for a down projection of that input width, and note its order."""
+        if self.rotation.r4 is False:
+            return None
+        size = self.rotation.block_size or width
+        _check_block(size, width, where="the down projection's input")
+        transform = self._transform("r4", size, blocks=width // size)
+        if transform is not None:
+            self.placed.online["R4" if self.placed.online.get("R4", size) == size else f"R4_{size}"] = size
+        return transform
+
+    def _transform(self, key: str, order: int, *, blocks: int = 1) -> HadamardTransform | None:
+        """Return an online transform, or None if its order has no Hadamard matrix and it may be left out."""
+        try:
+            return HadamardTransform(order, blocks=blocks)
+        except ValueError as error:
+            self._wanted(key, str(error))
+            return None
+
+    def _place_ends(self, residual: Rotation | None) -> None:
+        """Rotate embeddings and head."""
+        if residual is None:
+            return
+        for name in (embedding_name(self.model), self.spec.positions):
+            if name is not None:
+                module = self.model.get_submodule(name)
+                self.placed.hooked.append(RotatedOutput(module, mode=self.placed.mode, rotation=residual))
+        name = head_name(self.model)
+        self.model.set_submodule(name, self._linear(self.model.get_submodule(name), residual, None, quantized=False))
+
+    def _place_cache(self, layers: list[nn.Module]) -> None:
+        """Put R3 and the quantization of keys and values into the attention."""
+        width, obstacle = head_dim(self.config), cache_obstacle(self.model)
+        rotation = None
+        if self.rotation.r3 is not False and self._wanted("r3", obstacle):
+            rotation = self._transform("r3", width)
+        if self.quant.kv.enabled and obstacle:
+            raise ValueError(f"quant.kv.bits={self.quant.kv.bits}: cannot act: {obstacle}; choose a quant without kv")
+        if rotation is not None:
+            self.placed.online["R3"] = rotation.order
+        if rotation is not None or self.quant.kv.enabled:
+            check_width("quant.kv", self.quant.kv, width, where="keys and values")
+            cache = Cache(FakeQuantizer(self.quant.kv), mode=self.placed.mode, rotation=rotation)
+            place_cache(self.model, [layer.get_submodule(self.spec.attention) for layer in layers], cache)
+
+
+def _check_block(size: int, width: int, *, where: str) -> None:
+    if width % size:
+        raise ValueError(f"rotation.block_size={size}: must divide {width}, the width of {where}; choose a divisor")

@@ -173,13 +173,15 @@ class Coordinator:
 
 
 def bit_digest(matrix: Tensor) -> Tensor:
-    """Return an int64 scalar that differs when any single number of a float32 or float64 matrix differs in any bit.
+    """Return an int64 scalar that differs when any single number of (..., n, n) float32 or float64 differs in any bit.
 
-    Row and column sums of the bit patterns, weighted by odd numbers, modulo 2⁶⁴.
+    Row and column sums of the bit patterns, weighted by odd and by even numbers, modulo 2⁶⁴: a number's own weight is
+    then odd, so no change of it is a multiple of 2⁶⁴.
     """
     bits = matrix.detach().contiguous().view(torch.int32 if matrix.dtype == torch.float32 else torch.int64)
+    bits = bits.flatten(end_dim=-2)
     weights = torch.arange(1, 2 * len(bits), 2, device=bits.device)
-    return (bits.sum(1) * weights).sum() + 31 * (bits.sum(0) * weights).sum()
+    return (bits.sum(1) * weights).sum() + 62 * (bits.sum(0) * weights[: bits.shape[1]]).sum()
 
 
 def _squared_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from transformers import get_scheduler
 from rotexp.config import Config
 from rotexp.data.blocks import BlockDataset, BlockSampler, TokenBlocks
 from rotexp.metrics.rotations import rotation_metrics
-from rotexp.rotation.placement import RotatedModel
+from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.communication import Communication
 from rotexp.sync.guard import GuardCounts, UnshardGuard
 from rotexp.targets import build

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rotexp.rotation.placement import RotatedModel
+from rotexp.rotation.model import RotatedModel
 
 
 class Objective(Protocol):

@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rotexp.config import QuantConfig, RotationConfig
-from rotexp.models.arch import LLAMA
+from rotexp.models.arch import find_spec
 from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.load import build_model
 from rotexp.models.materialize import materialize
-from rotexp.rotation.merge import bake_online
-from rotexp.rotation.norms import fold_norms
-from rotexp.rotation.placement import RotatedModel, place
+from rotexp.rotation.merge import prepare
+from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.placement import place
 
 SHAPE = {
     "vocab_size": 61,
@@ -79,11 +79,10 @@ def rotated() -> Callable[..., RotatedModel]:
         weights = TensorWeights({name: parameter.detach() for name, parameter in source.named_parameters()})
         checkpoint = Checkpoint("test", source.config, weights, "", aliases=aliases)
         network = build_model(checkpoint, dtype=source.dtype)
-        model = place(network, LLAMA, rotation or RotationConfig(), quant or QuantConfig(), seed=seed)
-        materialize(network, checkpoint, device=torch.device("cpu"))
+        model = place(network, find_spec(network), rotation or RotationConfig(), quant or QuantConfig(), seed=seed)
+        materialize(network, checkpoint, device=torch.device("cpu"), added=model.added)
         if ready:
-            fold_norms(network, LLAMA)
-            bake_online(model)
+            prepare(model)
         return model
 
     return make

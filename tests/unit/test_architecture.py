@@ -15,11 +15,14 @@ OURS = "rotexp"
 # From the entry down to pure maths: a part may import only itself and parts further down.
 ORDER = (
     "train",
+    "export",
     "command_line",
     "wrong_request",
     "launch",
     "experiment",
     "inputs",
+    "rebuild",
+    "finished_run",
     "tracking",
     "training",
     "metrics",
@@ -127,9 +130,9 @@ def test_sharding_and_synchronization_do_not_know_what_is_trained(above: str) ->
 
 
 def test_only_the_entry_and_the_command_line_know_hydra() -> None:
-    command_line = {"rotexp.train", "rotexp.command_line", "rotexp.wrong_request"}
+    command_line = {"rotexp.train", "rotexp.export", "rotexp.command_line", "rotexp.wrong_request"}
     assert users_of("hydra") == command_line
-    assert users_of("omegaconf") <= command_line | {"rotexp.config", "rotexp.compose"}
+    assert users_of("omegaconf") <= command_line | {"rotexp.config", "rotexp.compose", "rotexp.finished_run"}
 
 
 def test_only_tracking_knows_wandb() -> None:
@@ -138,7 +141,7 @@ def test_only_tracking_knows_wandb() -> None:
     assert all(module.startswith("rotexp.tracking.") for module in users)
 
 
-@pytest.mark.parametrize("module", ["rotexp.config", "rotexp.command_line", "rotexp.train"])
+@pytest.mark.parametrize("module", ["rotexp.config", "rotexp.command_line", "rotexp.train", "rotexp.export"])
 def test_a_config_is_read_without_torch_or_transformers(module: str) -> None:
     code = f"import sys, {module}; print(*({{'torch', 'transformers', 'wandb', 'accelerate'}} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -167,11 +167,13 @@ def test_a_parameter_is_taken_as_it_is(bank: RotationBank) -> None:
         torch.eye(4, dtype=torch.float16),
         torch.ones(3, 4),
         torch.ones(4),
-        torch.ones(2, 4, 4),
+        torch.ones(2, 4, 3),
+        torch.ones(1, 2, 4, 4),
+        torch.ones(2, 4, 4, dtype=torch.bfloat16),
     ],
 )
-def test_what_is_no_square_matrix_of_full_precision_is_refused(bank: RotationBank, matrix: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"rotation R3: must be square and float32 or float64, not torch\."):
+def test_what_is_no_stack_of_square_matrices_of_full_precision_is_refused(bank: RotationBank, matrix: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"rotation R3: must be \(n, n\) or \(blocks, n, n\), .* not torch\."):
         bank.add("R3", matrix)
     assert "R3" not in bank
 
@@ -225,6 +227,15 @@ def test_values_that_cannot_be_held_change_nothing(bank: RotationBank) -> None:
     before = bits(bank)
     with pytest.raises(KeyError), bank.holding({"R1": torch.zeros(8, 8), "R9": torch.zeros(4, 4)}):
         pass
+    assert bits(bank) == before
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (1, 4), (4, 1), (1, 4, 4), (8, 8)])
+def test_values_of_another_shape_are_refused_before_any_is_taken(bank: RotationBank, shape: tuple[int, ...]) -> None:
+    before = bits(bank)
+    with pytest.raises(ValueError, match=r"^rotation R2_0: its shape is \(4, 4\), not [^\n]+$") as refusal:
+        bank.assign({"R1": torch.zeros(8, 8), "R2_0": torch.zeros(shape)})
+    assert str(shape) in str(refusal.value)
     assert bits(bank) == before
 
 

@@ -123,23 +123,28 @@ def test_paley_matrices_are_skew_or_symmetric() -> None:
     [
         (
             30,
-            "no Hadamard matrix of order 30 exists: the order must be 1, 2 or a multiple of 4; the nearest orders are "
-            "28 and 32; or use random_orthogonal(30), or a Hadamard matrix on each block of 2",
+            "no Hadamard matrix of order 30 exists: the order must be 1, 2 or a multiple of 4 (the nearest orders are "
+            "28 and 32); set {} or rotation.block_size=2",
+        ),
+        (
+            50,
+            "no Hadamard matrix of order 50 exists: the order must be 1, 2 or a multiple of 4 (the nearest orders are "
+            "48 and 52); set {} or rotation.block_size=2",
         ),
         (
             92,
-            "no construction known here for order 92; the nearest orders are 88 and 96; or use random_orthogonal(92), "
-            "or a Hadamard matrix on each block of 4",
+            "no construction known here for order 92 (the nearest orders are 88 and 96); "
+            "set {} or rotation.block_size=4 or rotation.block_size=2",
         ),
         (
             13696,
-            "no construction known here for order 13696; the nearest orders are 13692 and 13712; or use "
-            "random_orthogonal(13696), or a Hadamard matrix on each block of 128",
+            "no construction known here for order 13696 (the nearest orders are 13692 and 13712); "
+            "set {} or rotation.block_size=128 or rotation.block_size=64",
         ),
         (
             107,
-            "no Hadamard matrix of order 107 exists: the order must be 1, 2 or a multiple of 4; the nearest orders are "
-            "104 and 108; or use random_orthogonal(107)",
+            "no Hadamard matrix of order 107 exists: the order must be 1, 2 or a multiple of 4 (the nearest orders are "
+            "104 and 108); set {}",
         ),
         (0, "no Hadamard matrix of order 0 exists: the order must be positive"),
         (-4, "no Hadamard matrix of order -4 exists: the order must be positive"),
@@ -147,10 +152,11 @@ def test_paley_matrices_are_skew_or_symmetric() -> None:
 )
 def test_a_refusal_gives_reason_and_remedy(order: int, message: str) -> None:
     assert not is_constructible(order)
-    for refuse in (hadamard, hadamard_factors, HadamardTransform):
+    remedies = {hadamard: "rotation.init=random", hadamard_factors: "rotation.init=random"}
+    for refuse, remedy in (*remedies.items(), (HadamardTransform, "rotation.r4=false")):
         with pytest.raises(ValueError, match=r"Hadamard matrix|construction") as caught:
             refuse(order)
-        assert str(caught.value) == message
+        assert str(caught.value) == message.format(remedy)
     with pytest.raises(ValueError, match=f"order {order}"):
         random_hadamard(order, generator=generator(0))
 
@@ -219,16 +225,28 @@ def test_transform_equals_the_dense_product(order: int) -> None:
     dense = hadamard(order).double() / math.sqrt(order)
     x = torch.randn(2, 3, order, dtype=torch.float64, generator=generator(order))
     torch.testing.assert_close(transform(x), x @ dense, rtol=0, atol=1e-12)
-    torch.testing.assert_close(transform.inverse(x), x @ dense.T, rtol=0, atol=1e-12)
+    torch.testing.assert_close(transform.matrix(torch.float64), dense, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(("order", "blocks"), [(1, 3), (2, 5), (12, 2), (32, 18), (160, 3), (344, 2)])
+def test_a_blockwise_transform_equals_the_dense_block_diagonal_product(order: int, blocks: int) -> None:
+    transform = HadamardTransform(order, blocks=blocks)
+    dense = torch.block_diag(*[hadamard(order).double() / math.sqrt(order)] * blocks)
+    x = torch.randn(blocks * order, 3, 2, dtype=torch.float64, generator=generator(order)).permute(2, 1, 0)
+    assert transform.width == blocks * order
+    torch.testing.assert_close(transform(x), x @ dense, rtol=0, atol=1e-12)
+    torch.testing.assert_close(transform(x[0, 0]), x[0, 0] @ dense, rtol=0, atol=1e-12)
     torch.testing.assert_close(transform.matrix(torch.float64), dense, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("order", MODEL_ORDERS)
-def test_inverse_undoes_the_transform_and_norms_are_kept(order: int) -> None:
+def test_norms_are_kept_and_the_gradient_multiplies_by_the_transpose(order: int) -> None:
     transform = HadamardTransform(order)
-    x = torch.randn(2, order, dtype=torch.float64, generator=generator(order))
-    torch.testing.assert_close(transform.inverse(transform(x)), x, rtol=0, atol=1e-12)
-    torch.testing.assert_close(transform(x).norm(dim=-1), x.norm(dim=-1), rtol=1e-13, atol=0)
+    x = torch.randn(2, order, dtype=torch.float64, generator=generator(order), requires_grad=True)
+    transformed = transform(x)
+    (undone,) = torch.autograd.grad(transformed, x, transformed.detach())
+    torch.testing.assert_close(undone, x.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(transformed.norm(dim=-1), x.norm(dim=-1), rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -241,13 +259,12 @@ def test_transform_follows_the_layout_of_x(seed: int) -> None:
     assert transform(x[:0]).shape == (0, 3, order)
 
 
-@pytest.mark.parametrize("order", [4, 20, 160, 272])
-def test_gradients_of_the_transform(order: int) -> None:
-    transform = HadamardTransform(order)
-    x = torch.randn(1, order, dtype=torch.float64, generator=generator(order), requires_grad=True)
-    for function in (transform, transform.inverse):
-        assert torch.autograd.gradcheck(function, (x,))
-        assert torch.autograd.gradgradcheck(lambda x, function=function: function(x).square(), (x,), fast_mode=True)
+@pytest.mark.parametrize(("order", "blocks"), [(4, 1), (20, 1), (160, 1), (272, 1), (2, 3), (12, 5), (160, 2)])
+def test_gradients_of_the_transform(order: int, blocks: int) -> None:
+    transform = HadamardTransform(order, blocks=blocks)
+    x = torch.randn(1, transform.width, dtype=torch.float64, generator=generator(order), requires_grad=True)
+    assert torch.autograd.gradcheck(transform, (x,))
+    assert torch.autograd.gradgradcheck(lambda x: transform(x).square(), (x,), fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -316,15 +333,15 @@ def test_the_transform_keeps_to_the_meta_device_and_to_the_default_device() -> N
 
 
 def test_the_transform_compiles_to_one_graph() -> None:
-    transform = HadamardTransform(576)
-    x = torch.randn(2, 576, generator=generator(0))
-    compiled = torch.compile(lambda x: transform.inverse(transform(x)), backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), x)
+    transform = HadamardTransform(576, blocks=2)
+    x = torch.randn(2, 1152, generator=generator(0))
+    compiled = torch.compile(lambda x: transform(transform(x)), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), transform(transform(x)))
 
 
 def test_the_transform_copies_pickles_and_is_frozen() -> None:
-    transform = HadamardTransform(576)
-    x = torch.randn(576, generator=generator(0))
+    transform = HadamardTransform(576, blocks=2)
+    x = torch.randn(1152, generator=generator(0))
     expected = transform(x)
     for twin in (copy.deepcopy(transform), pickle.loads(pickle.dumps(transform))):
         assert twin == transform
@@ -337,8 +354,22 @@ def test_the_transform_copies_pickles_and_is_frozen() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 11), (12, 2), ()])
 def test_x_must_fit_the_transform(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"x of shape .* does not fit a Hadamard transform of order 12"):
+    with pytest.raises(
+        ValueError, match=r"x of shape .* does not fit a Hadamard transform of order 12 on a width of 12"
+    ):
         HadamardTransform(12)(torch.ones(shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 12), (2, 48), (36, 2), (3, 12), ()])
+def test_x_must_have_every_block_and_no_more(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"x of shape .* of order 12 on a width of 36"):
+        HadamardTransform(12, blocks=3)(torch.ones(shape))
+
+
+@pytest.mark.parametrize("blocks", [0, -1])
+def test_a_transform_needs_a_block(blocks: int) -> None:
+    with pytest.raises(ValueError, match=f"Hadamard transform of {blocks} blocks transforms nothing"):
+        HadamardTransform(12, blocks=blocks)
 
 
 @pytest.mark.parametrize("seed", range(5))

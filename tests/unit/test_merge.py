@@ -13,7 +13,7 @@ from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.merge import merge
-from rotexp.rotation.placement import RotatedModel
+from rotexp.rotation.model import RotatedModel
 
 Factory = Callable[..., Any]
 W4A4 = QuantConfig(weights=QuantSpec(4), activations=QuantSpec(4, symmetric=False))

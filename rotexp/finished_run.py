@@ -1,0 +1,87 @@
+"""A finished run, read back from its folder: its configuration and its end state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from rotexp.compose import to_config, writable
+from rotexp.config import COMPONENTS, Config
+from rotexp.tracking.files import SUMMARY_FILE, read_summary
+
+CONFIG_FILE = "config.resolved.yaml"
+ROTATIONS_FILE = "rotations.safetensors"
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that is done."""
+
+    folder: Path
+    config: Config
+    summary: dict[str, Any]
+
+    @property
+    def rotations(self) -> Path:
+        """The file of its rotations."""
+        return self.folder / ROTATIONS_FILE
+
+
+def read_finished_run(folder: Path) -> FinishedRun:
+    """Read a run's folder; loads no torch.
+
+    Raises:
+        ValueError: there is no run, it is not done, or a file of it is missing or cannot be read.
+    """
+    where = f"run={folder}"
+    if not folder.is_dir():
+        raise ValueError(f"{where}: no such folder; name the folder of a finished run")
+    if not (folder / SUMMARY_FILE).is_file():
+        raise ValueError(f"{where}: holds no run ({SUMMARY_FILE} is missing); name the folder of a finished run")
+    summary = _read_summary(folder, where)
+    if summary.get("status") != "done":
+        raise ValueError(f"{where}: the run is not done (status {summary.get('status')}); name one that is")
+    for name in (CONFIG_FILE, ROTATIONS_FILE):
+        if not (folder / name).is_file():
+            raise ValueError(f"{where}: {name} is missing; restore it, or run the training again")
+    return FinishedRun(folder, _read_config(folder / CONFIG_FILE, where), summary)
+
+
+def _read_summary(folder: Path, where: str) -> dict[str, Any]:
+    try:
+        summary = read_summary(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{where}: {SUMMARY_FILE} cannot be read ({error}); name another run") from None
+    return summary if isinstance(summary, dict) else {}
+
+
+def _read_config(file: Path, where: str) -> Config:
+    """Read a resolved configuration as data: interpolations are refused, not resolved."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        if "${" in text:
+            raise ValueError("it holds an interpolation")
+        values = OmegaConf.create(text)
+        if not isinstance(values, DictConfig):
+            raise ValueError("it is no mapping")
+        values.pop("defaults", None)
+        return to_config(OmegaConf.merge(_schema(values), values))  # type: ignore[arg-type]
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{where}: {file.name} is not the configuration of a run ({reason}); restore it") from None
+
+
+def _schema(values: DictConfig) -> DictConfig:
+    """Return the schema, each component replaced by that of the option the values name."""
+    schema = writable(Config)
+    for group, options in COMPONENTS.items():
+        name = OmegaConf.select(values, f"{group}.name")
+        if name not in options:
+            raise ValueError(f"{group}.name={name}: must be one of {', '.join(options)}")
+        schema[group] = writable(options[name])
+    return schema

@@ -1,0 +1,47 @@
+"""Fetch a model's files from the Hugging Face hub: what describes it first, its weights once they are wanted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+DESCRIPTION = ("*.json", "tokenizer*", "*.model", "*.txt")
+SAFETENSORS = ("*.safetensors",)
+PICKLED = ("pytorch_model*.bin",)
+UNWANTED = ("*/*", "consolidated*")
+"""Copies in other formats that some repositories hold beside their Hugging Face files."""
+
+
+def fetch_description(repository: str, *, revision: str | None) -> Path:
+    """Fetch config and tokenizer; return the folder, which is named by the commit.
+
+    Raises:
+        ValueError: the hub did not give it.
+    """
+    return _fetch(repository, revision, DESCRIPTION)
+
+
+def fetch_weights(repository: str, *, revision: str) -> Path:
+    """Fetch the weights of a commit, pickled ones only where there are no safetensors; return the folder.
+
+    Raises:
+        ValueError: the hub did not give it.
+    """
+    folder = _fetch(repository, revision, SAFETENSORS)
+    return folder if any(folder.glob(SAFETENSORS[0])) else _fetch(repository, revision, PICKLED)
+
+
+def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(
+            repository, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(UNWANTED)
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        asked = f" revision={revision}" if revision else ""
+        raise ValueError(
+            f"model.path={repository}{asked}: no such folder, and the hub did not give it ({reason}); name a folder"
+        ) from None
+    return Path(folder)

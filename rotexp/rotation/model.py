@@ -1,0 +1,130 @@
+"""A model with rotations and quantizers in place, as every phase of a run sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from rotexp.config import RotationInit
+from rotexp.models.arch import ArchSpec, decoder_layers, embedding_name, head_name
+from rotexp.quant.spec import QuantSpec
+from rotexp.rotation.bank import Rotation, RotationBank, draw
+from rotexp.rotation.experts import RotatedExperts
+from rotexp.rotation.hooks import RotatedInput, RotatedOutput
+from rotexp.rotation.linear import RotatedLinear
+from rotexp.rotation.mode import Mode
+
+Consumer = RotatedLinear | RotatedExperts | RotatedInput | RotatedOutput
+"""What uses rotations: it can say what its parameters are with them baked in (`merged`), and let go (`release`)."""
+
+
+@dataclass
+class RotatedModel:
+    """A causal model with rotations and quantizers in place.
+
+    Attributes:
+        network: the Hugging Face model; `network(token_ids).logits`.
+        bank: its rotations.
+        mode: what it computes at the moment.
+        placements: for each rotation, where it acts, in words.
+        online: order of every Hadamard transform that stays in the merged model; it acts on each block of that order.
+        warnings: what was left out because this model does not let it exist.
+        rms_norms: names of the norms that stop subtracting the mean when they are folded.
+        added: parameters that the checkpoint does not have (biases that take up norms' biases); they start at zero.
+        hooked: consumers that are no modules, with the names of the modules whose parameters are theirs.
+    """
+
+    network: nn.Module
+    spec: ArchSpec
+    bank: RotationBank
+    mode: Mode
+    placements: dict[str, str] = field(default_factory=dict)
+    online: dict[str, int] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    rms_norms: list[str] = field(default_factory=list)
+    added: set[str] = field(default_factory=set)
+    hooked: list[RotatedInput | RotatedOutput] = field(default_factory=list)
+
+    @property
+    def rotated_modules(self) -> list[RotatedLinear | RotatedExperts]:
+        """Every module that rotates and quantizes weights, in the model's order."""
+        return [module for module in self.network.modules() if isinstance(module, (RotatedLinear, RotatedExperts))]
+
+    def consumers(self, unit: nn.Module) -> list[tuple[nn.Module, Consumer]]:
+        """Return everything inside a unit that uses rotations, with the module that has its parameters."""
+        inside = set(unit.modules())
+        modules = [(module, module) for module in self.rotated_modules if module in inside]
+        return [*modules, *((hook.module, hook) for hook in self.hooked if hook.module in inside)]
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """What is sharded as one: embeddings, each decoder layer, the head."""
+        embeddings = [name for name in (embedding_name(self.network), self.spec.positions) if name]
+        names = [*embeddings, head_name(self.network)]
+        *first, head = (self.network.get_submodule(name) for name in names)
+        return [*first, *decoder_layers(self.network, self.spec), head]
+
+    @property
+    def residual(self) -> Rotation | None:
+        """The rotation of the residual stream, if there is one."""
+        return Rotation(self.bank, "R1") if "R1" in self.bank else None
+
+    def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Map token_ids: (batch, tokens) to logits (batch, tokens, vocabulary), as the mode says."""
+        logits: torch.Tensor = self.network(token_ids, use_cache=False).logits
+        return logits
+
+    def refresh_quantizers(self) -> None:
+        """Forget every cached clip ratio; to be called when weights or rotations have moved."""
+        for module in self.rotated_modules:
+            module.refresh()
+
+    @contextmanager
+    def reusing_weights(self) -> Iterator[None]:
+        """Rotate and quantize each weight once for all forwards of the block; takes the memory of the whole weights.
+
+        Inside the block neither mode, rotations nor weights may change, except that quantization may be switched off.
+        """
+        for module in self.rotated_modules:
+            module.keep_quantized_weight(True)
+        try:
+            yield
+        finally:
+            for module in self.rotated_modules:
+                module.keep_quantized_weight(False)
+
+    def check_widths(self) -> None:
+        """Try every quantizer's group size on the width it will meet.
+
+        Raises:
+            ValueError: one does not divide it; both are named.
+        """
+        for name, module in self.network.named_modules():
+            if isinstance(module, (RotatedLinear, RotatedExperts)):
+                for kind, spec, width in module.quantized_widths():
+                    check_width(f"quant.{kind}", spec, width, where=name)
+
+    def starts(self, kind: RotationInit, *, seed: int) -> dict[str, torch.Tensor]:
+        """Draw a start of the given kind for every rotation."""
+        return {
+            name: draw_start(kind, matrix.shape, name=name, seed=seed).to(matrix.device)
+            for name, matrix in self.bank.items()
+        }
+
+
+def draw_start(kind: RotationInit, shape: torch.Size | tuple[int, ...], *, name: str, seed: int) -> torch.Tensor:
+    """Draw the start of a rotation: (n, n) or (blocks, n, n), float32."""
+    blocks = shape[0] if len(shape) == 3 else None
+    return draw(kind.name, shape[-1], name=name, seed=seed, blocks=blocks)
+
+
+def check_width(key: str, spec: QuantSpec, width: int, *, where: str) -> None:
+    """Raise ValueError, naming the key and the place, when a group size does not divide a width."""
+    try:
+        spec.num_groups(width)
+    except ValueError as error:
+        raise ValueError(f"{key}.{error} (at {where})") from None
