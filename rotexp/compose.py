@@ -7,12 +7,14 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from rotexp.config import COMPONENTS, Config, DataConfig
+from rotexp.config import COMPONENTS, Config, DataConfig, RotationConfig
 from rotexp.validation import validate
+
+Group = TypeVar("Group", DataConfig, RotationConfig)
 
 HYDRA_OVERRIDES = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
 """What every primary config must say for itself: Hydra writes no log files of its own."""
@@ -52,7 +54,12 @@ def to_config(composed: DictConfig) -> Config:
         raise ValueError(f"{missing[0]}: has no value; choose one by {group}=OPTION, or set {missing[0]}=…")
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
-    config = dataclasses.replace(config, data=_absolute_files(config.data))
+    data, rotation = config.data, config.rotation
+    config = dataclasses.replace(
+        config,
+        data=_absolute_files(data, "calibration", "evaluation"),
+        rotation=_absolute_files(rotation, "path"),
+    )
     validate(config)
     return config
 
@@ -68,11 +75,11 @@ def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from _unknown_keys(child, f"{prefix}{key}.")
 
 
-def _absolute_files(data: DataConfig) -> DataConfig:
-    def absolute(file: str | None) -> str | None:
-        return str(Path(file).resolve()) if file else None
-
-    return dataclasses.replace(data, calibration=absolute(data.calibration), evaluation=absolute(data.evaluation))
+def _absolute_files(options: Group, *names: str) -> Group:
+    """Return the options with the files that these fields name written from the root."""
+    named = {name: getattr(options, name) for name in names}
+    files: dict[str, Any] = {name: str(Path(file).resolve()) for name, file in named.items() if file}
+    return dataclasses.replace(options, **files)
 
 
 def to_plain(config: Config) -> dict[str, Any]:

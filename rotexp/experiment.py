@@ -19,12 +19,12 @@ from rotexp.inputs import Inputs
 from rotexp.metrics.quality import Quality, evaluate
 from rotexp.metrics.rotations import rotation_metrics
 from rotexp.models.arch import find_spec
-from rotexp.models.load import build_model, checkpoint_layers
+from rotexp.models.load import build_model, checkpoint_layers, summarize_model
 from rotexp.models.materialize import materialize
 from rotexp.rotation.file import save_rotations
 from rotexp.rotation.invariance import check_invariance, trace
 from rotexp.rotation.merge import merge, prepare
-from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.model import RotatedModel, start_from_file
 from rotexp.rotation.placement import place
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.strategies import precision_policy, shard
@@ -100,6 +100,9 @@ class Experiment:
     def load(self) -> RotatedModel:
         """Build the model's structure, without memory, with rotations and quantizers in place."""
         checkpoint, config = self.inputs.checkpoint, self.config
+        if checkpoint.coarse:
+            counts = ", ".join(f"{count} {grid}" for grid, count in checkpoint.coarse_counts().items())
+            self.console.print(f"weights were stored on a coarse grid: {counts}", highlight=False, soft_wrap=True)
         network = build_model(checkpoint, dtype=getattr(torch, config.model.dtype.name))
         spec = find_spec(network)
         if config.train.gradient_checkpointing:
@@ -119,6 +122,7 @@ class Experiment:
         )
         self.guard = install(model.network, self.config.sync_mode)
         materialize(model.network, self.inputs.checkpoint, device=self.device, added=model.added)
+        start_from_file(model, self.config.rotation, identity=self.inputs.checkpoint.identity)
         Coordinator(model.network, self.communication).broadcast()
         self.summary["sharding"] = {"strategy": self.config.sharding.strategy.name, "effective": asdict(effective)}
         self.console.print(f"{self.config.sharding.strategy.name}: {effective.line()}", highlight=False, soft_wrap=True)
@@ -149,7 +153,9 @@ class Experiment:
 
     def measure_hadamard(self, model: RotatedModel) -> None:
         """Measure the quantized model under random Hadamard rotations."""
-        if len(model.bank) or model.online:
+        if missing := model.orders_without_hadamard():
+            self.console.print(f"no random Hadamard row: order {missing[0]} has no Hadamard matrix", soft_wrap=True)
+        elif len(model.bank) or model.online:
             start = model.starts(RotationInit.hadamard, seed=self.config.seed)
             with model.bank.holding(start), model.mode.set(rotate=True, quantize=True):
                 self.record("hadamard", self.evaluate(model)[0])
@@ -220,6 +226,8 @@ class Experiment:
                     "seed": self.config.seed,
                     "config_digest": config_digest(self.config),
                     "model": self.inputs.checkpoint.identity,
+                    "revision": self.inputs.checkpoint.revision or "",
+                    "dtype": self.config.model.dtype.name,
                 },
             )
 
@@ -229,6 +237,7 @@ class Experiment:
         self.summary |= {
             "status": "done",
             "world_size": self.communication.world_size,
+            "model": summarize_model(self.config.model, self.inputs.checkpoint),
             "train": train_summary(result, self.evaluation),
             "evaluation": self.evaluation,
             "memory": self.phases.memory,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -12,10 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from rotexp.command_line import run_command
 from rotexp.compose import config_digest, to_plain
-from rotexp.config import ExportConfig, ExportDtype, ExportFormat, ExportOptions
+from rotexp.config import ExportConfig, ExportDtype, ExportFormat, ExportOptions, require
 from rotexp.finished_run import FinishedRun, read_finished_run
+from rotexp.folders import check_free, complete_folder
 from rotexp.launch.outer import is_first
 from rotexp.launch.signals import Interrupted, interruptible
+from rotexp.launch.start import is_out_of_memory
 from rotexp.wrong_request import Vocabulary
 
 if TYPE_CHECKING:
@@ -35,10 +38,7 @@ def export(composed: DictConfig) -> int:
     request = to_request(composed)
     target = Path(request.export.path)
     run = read_finished_run(Path(request.run))
-    from rotexp.models.save import check_free, check_shard_size
-
-    check_free(target)
-    check_shard_size(request.export.max_shard_size)
+    check_free(target, key="export.path")
     try:
         with interruptible():
             return _export(run, request.export, target)
@@ -46,6 +46,8 @@ def export(composed: DictConfig) -> int:
         _complain(str(interruption), target)
         return interruption.exit_code
     except (ArithmeticError, OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise  # a defect, which keeps its traceback
         _complain(str(error) or type(error).__name__, target)
         return FAILED
 
@@ -54,7 +56,7 @@ def to_request(composed: DictConfig) -> ExportConfig:
     """Turn Hydra's composition into the request.
 
     Raises:
-        ValueError: it is not based on the schema, or `run` or `export.path` has no value.
+        ValueError: it is not based on the schema, `run` or `export.path` has no value, or a size cannot be read.
     """
     if OmegaConf.get_type(composed) is not ExportConfig:
         raise ValueError("the configuration is not based on export's schema; begin its defaults with `- export_schema`")
@@ -63,6 +65,9 @@ def to_request(composed: DictConfig) -> ExportConfig:
             raise ValueError(f"{key}: has no value; set {key}=DIR")
     request = OmegaConf.to_object(composed)
     assert isinstance(request, ExportConfig)
+    size = request.export.max_shard_size
+    readable = re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", size) is not None
+    require(readable, "export.max_shard_size", size, "a whole number of KB, MB, GB or TB", "write 5GB or so")
     return request
 
 
@@ -76,7 +81,7 @@ def _export(run: FinishedRun, options: ExportOptions, target: Path) -> int:
     from rotexp.rebuild import merge_rebuilt, rebuild
 
     rebuilt = rebuild(run)
-    _check_plain(rebuilt.must_run, options)
+    _check_requirements(rebuilt, options)
     error = merge_rebuilt(rebuilt)
     sys.stdout.write(f"invariance: relative logit error {error:.1e}\n")
     write = _write_checkpoint if options.format is ExportFormat.checkpoint else _write_r_bin
@@ -84,17 +89,26 @@ def _export(run: FinishedRun, options: ExportOptions, target: Path) -> int:
     return DONE
 
 
-def _check_plain(must_run: dict[str, Any], options: ExportOptions) -> None:
-    """Refuse what a plain model cannot do, unless asked for.
+def _check_requirements(rebuilt: Rebuilt, options: ExportOptions) -> None:
+    """Refuse what the format cannot hold, and what a plain model cannot do unless asked for.
 
     Raises:
-        ValueError: a transform must run online, or a norm must run as another kind.
+        ValueError: there are no rotations to write, merged parameters have no place in the plain model, a transform
+            must run online, or norms must run as another kind.
     """
-    needs = [f"{transform['name']} of order {transform['order']}" for transform in must_run["online"]]
-    needs += [f"{len(must_run['norms']['names'])} norms as RMSNorm"] if must_run["norms"]["names"] else []
+    if options.format is ExportFormat.r_bin and not rebuilt.loaded.matrices:
+        raise ValueError("export.format=r_bin: this run has no rotations; set export.format=checkpoint")
+    if options.format is ExportFormat.checkpoint and (added := sorted(rebuilt.model.added)):
+        raise ValueError(
+            f"export.format=checkpoint: the merged model has {len(added)} parameters that the plain one lacks (such as "
+            f"{added[0]}); set export.format=r_bin"
+        )
+    needs = [f"{transform['name']} of order {transform['order']}" for transform in rebuilt.must_run["online"]]
+    if norms := rebuilt.must_run["rms_norms"]:
+        needs.append(f"{len(norms)} norms as RMSNorm")
     if needs and not options.online:
         raise ValueError(
-            f"export.online=false: this run's model needs {' and '.join(needs)} at run time, which plain transformers "
+            f"export.online=false: the merged model needs {' and '.join(needs)} at run time, which plain transformers "
             f"does not do; set export.online=true to export all the same, with a manifest that says so"
         )
 
@@ -124,8 +138,9 @@ def _write_checkpoint(run: FinishedRun, rebuilt: Rebuilt, options: ExportOptions
     from rotexp.models.load import load_tokenizer
     from rotexp.models.save import generation_file, save_checkpoint
 
-    dtype = run.config.model.dtype.name if options.dtype is ExportDtype.auto else options.dtype.name
     checkpoint = rebuilt.checkpoint
+    wanted = run.config.model.dtype.name if options.dtype is ExportDtype.auto else options.dtype.name
+    dtype = str(checkpoint.dtype).split(".")[-1] if wanted == "auto" else wanted
     save_checkpoint(
         target,
         rebuilt.model.network.state_dict(),
@@ -142,10 +157,10 @@ def _write_checkpoint(run: FinishedRun, rebuilt: Rebuilt, options: ExportOptions
 
 def _write_r_bin(run: FinishedRun, rebuilt: Rebuilt, options: ExportOptions, target: Path) -> str:
     """Write the rotations as `R.bin`; returns what to tell people."""
-    from rotexp.models.save import MANIFEST_FILE, complete_folder
+    from rotexp.models.save import MANIFEST_FILE
     from rotexp.rotation.file import save_r_bin
 
-    with complete_folder(target) as folder:
+    with complete_folder(target, key="export.path") as folder:
         save_r_bin(folder / "R.bin", rebuilt.loaded.matrices, layers=rebuilt.model.spec.layers)
         text = json.dumps(_manifest(run, rebuilt, options), indent=2)
         (folder / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")

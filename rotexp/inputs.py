@@ -12,6 +12,7 @@ from rotexp.data.corpora import Corpus, builtin_corpus, read_text, text_digest, 
 from rotexp.models.arch import find_spec
 from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.load import build_model, load_tokenizer, open_checkpoint
+from rotexp.rotation.model import start_from_file
 from rotexp.rotation.placement import place
 
 
@@ -85,12 +86,13 @@ def _check_lengths(config: Config, checkpoint: Checkpoint) -> None:
 
 
 def _check_placement(config: Config, checkpoint: Checkpoint) -> None:
-    """Refuse orders without a Hadamard matrix and group sizes that do not divide, before weights are read."""
+    """Refuse what does not fit the model before its weights are read: rotations, group sizes, a file to start from."""
     import torch
 
     model = build_model(checkpoint, dtype=torch.float32)
     rotated = place(model, find_spec(model), config.rotation, config.quant, seed=config.seed)
     rotated.check_widths()
+    start_from_file(rotated, config.rotation, identity=checkpoint.identity)
 
 
 def _protocol(config: Config, corpus: Corpus, evaluation: TokenBlocks) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,23 +14,15 @@ from rotexp.models.arch import find_spec
 from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.load import build_model, open_checkpoint
 from rotexp.models.materialize import materialize
-from rotexp.models.save import plain_model
 from rotexp.rotation.file import LoadedRotations, assign_rotations, load_rotations
 from rotexp.rotation.hadamard import HadamardTransform
 from rotexp.rotation.invariance import LIMITS, check_invariance, relative_error, trace
-from rotexp.rotation.merge import bake_online, merge
-from rotexp.rotation.norms import fold_norms
+from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.placement import place
 
 PROOF_TOKENS = 64
 """Random tokens that the invariance proof runs on."""
-
-WHERE = {
-    "R3": "on every head's queries and keys, after the position embedding",
-    "R4": "on the input of the down projections, before it is quantized",
-}
-"""Where each online transform acts, in words."""
 
 
 @dataclass(frozen=True)
@@ -62,19 +55,13 @@ def rebuild(run: FinishedRun) -> Rebuilt:
     assign_rotations(
         model.bank, loaded, model=checkpoint.identity, placements=model.placements, online=model.online, key="run"
     )
-    return Rebuilt(checkpoint, model, loaded, requirements(model, checkpoint))
+    return Rebuilt(checkpoint, model, loaded, requirements(model))
 
 
 def _place(checkpoint: Checkpoint, run: FinishedRun) -> RotatedModel:
+    """Build the structure and place what the run placed, as its phase `load` does."""
     network = build_model(checkpoint, dtype=torch.float32)
-    spec = find_spec(checkpoint.config.model_type)
-    return place(network, spec, run.config.rotation, run.config.quant, seed=run.config.seed)
-
-
-def _prepare(model: RotatedModel) -> None:
-    """Fold the norms' gains and bake the online transforms' counterparts, as a run does."""
-    fold_norms(model.network, model.spec)
-    bake_online(model)
+    return place(network, find_spec(network), run.config.rotation, run.config.quant, seed=run.config.seed)
 
 
 def merge_rebuilt(rebuilt: Rebuilt) -> float:
@@ -87,10 +74,10 @@ def merge_rebuilt(rebuilt: Rebuilt) -> float:
         ArithmeticError: it, or that of the rotated model before the merge, exceeds the limit.
     """
     model, limit = rebuilt.model, LIMITS[torch.float32]
-    materialize(model.network, rebuilt.checkpoint, device=torch.device("cpu"))
+    materialize(model.network, rebuilt.checkpoint, device=torch.device("cpu"), added=model.added)
     token_ids = _proof_tokens(model.network)
     original = trace(model, token_ids, rotate=False)
-    _prepare(model)
+    prepare(model)
     rotated = trace(model, token_ids, rotate=True)
     check_invariance(original, rotated, layers=model.spec.layers, dtype=torch.float32)
     merge(model)
@@ -107,34 +94,37 @@ def _proof_tokens(network: nn.Module) -> Tensor:
     return torch.randint(vocabulary, (1, PROOF_TOKENS), generator=torch.Generator().manual_seed(0))
 
 
-def requirements(model: RotatedModel, checkpoint: Checkpoint) -> dict[str, Any]:
+def requirements(model: RotatedModel) -> dict[str, Any]:
     """Return what an engine has to do beside the plain model: online transforms, and norms of another kind.
 
     Returns:
-        `online`: name, kind, order, Kronecker factors, place of every transform; `norms`: the names of the plain model's
-        norms that must run as `RMSNorm`. Both are empty where the plain model is all it takes.
+        `online`: name, kind, order, Kronecker factors and place of every transform; `rms_norms`: the norms that
+        subtract no mean. Both are empty where the plain model is all it takes.
     """
-    online = [_transform(name, order) for name, order in model.online.items()]
-    return {"online": online, "norms": {"run_as": "RMSNorm", "names": _replaced_norms(model.network, checkpoint)}}
+    online = [_transform(name, order, model) for name, order in model.online.items()]
+    return {"online": online, "rms_norms": list(model.rms_norms)}
 
 
-def _transform(name: str, order: int) -> dict[str, Any]:
+def _transform(name: str, order: int, model: RotatedModel) -> dict[str, Any]:
+    places = {
+        "R3": f"each head's queries and keys in every {model.spec.attention}, after the position embedding",
+        "R4": f"the input of {', '.join(_transforming(model.network, order))}, before it is quantized",
+    }
     return {
         "name": name,
         "kind": "hadamard",
         "order": order,
         "factors": list(HadamardTransform(order).factors),
-        "where": WHERE.get(name, name),
-        "formula": "x @ H / sqrt(order), H = rotexp.rotation.hadamard.hadamard(order), on each block of that order",
+        "where": places[name.partition("_")[0]],
+        "formula": "x @ H / sqrt(order) on each block of that order, H = rotexp.rotation.hadamard.hadamard(order)",
     }
 
 
-def _replaced_norms(network: nn.Module, checkpoint: Checkpoint) -> list[str]:
-    """Return the norms that subtract a mean in the plain model and do not here."""
-    ours = dict(network.named_modules())
-    plain = plain_model(checkpoint.config, dtype=torch.float32)
-    return [
-        name
-        for name, module in plain.named_modules()
-        if isinstance(module, nn.LayerNorm) and type(ours.get(name)) is not type(module)
-    ]
+def _transforming(network: nn.Module, order: int) -> list[str]:
+    """Return the modules that hold a transform of that order, `*` for the numbers of layers and experts."""
+    names = (
+        re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        for name, module in network.named_modules()
+        if any(isinstance(value, HadamardTransform) and value.order == order for value in vars(module).values())
+    )
+    return list(dict.fromkeys(names))

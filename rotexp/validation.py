@@ -113,8 +113,7 @@ def mesh_sizes(sharding: ShardingConfig, *, world_size: int, ranks_per_node: int
 
 def _validate_model(model: ModelConfig) -> None:
     if model.source is ModelSource.hf:
-        places = "a hub id, a folder or a file"
-        require(bool(model.path), "model.path", model.path, places, "set model.path=DIR_OR_FILE_OR_HUB_ID")
+        require(bool(model.path), "model.path", model.path, "a hub id or a folder", "set model.path=DIR_OR_HUB_ID")
     if model.source in (ModelSource.tiny, ModelSource.random):
         remedy = f"set model=hf model.path={model.path} to run that model"
         require(model.path is None, "model.path", model.path, f"null for model={model.name}", remedy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ def start(config: Config, folder: Path) -> int:
         if adopted is None or adopted["RANK"] == "0":
             check_folder(folder)
         from rotexp.inputs import open_inputs
+        from rotexp.models.load import resolve_model
 
         inputs = open_inputs(config)
+        config = replace(config, model=resolve_model(config.model, inputs.checkpoint))
         if adopted is not None:
             return _run_adopted(config, inputs, folder, adopted)
         return _recorded(config, folder, lambda: _run(config, inputs, folder, world_size=world_size))

@@ -236,7 +236,7 @@ def find_spec(model: nn.Module) -> ArchSpec:
     Raises:
         ValueError: no family has this structure, or a parameter of the model is not accounted for; it is named.
     """
-    model_type = _config(model).model_type
+    model_type: str = _config(model).model_type
     declared = [spec for spec in FAMILIES if model_type in spec.model_types]
     candidates = declared or [spec for spec in FAMILIES if _has_structure(model, spec)]
     if not candidates:
@@ -292,7 +292,7 @@ def head_name(model: nn.Module) -> str:
 
 def _name_of(model: nn.Module, getter: str) -> str:
     wanted = getattr(model, getter)()
-    names = [name for name, module in model.named_modules() if module is wanted]
+    names: list[str] = [name for name, module in model.named_modules() if module is wanted]
     return names[0]
 
 
@@ -326,7 +326,7 @@ def roles(model: nn.Module, spec: ArchSpec) -> dict[str, str]:
     roots = {
         embedding_name(model): "writes: embedding",
         spec.positions: "writes: positions",
-        spec.final_norm: "norm: folded into the head",
+        spec.final_norm: "norm: folded into the head under R1",
         head_name(model): "reads: head",
     }
     modules = {name: model.get_submodule(name) for name in roots if name and _child(model, name) is not None}
@@ -341,7 +341,7 @@ def roles(model: nn.Module, spec: ArchSpec) -> dict[str, str]:
 
 
 def _layer_roles(layer: nn.Module, spec: ArchSpec) -> dict[str, str]:
-    modules = dict.fromkeys(spec.norms, "norm: folded into its readers")
+    modules = dict.fromkeys(spec.norms, "norm: folded into its readers under R1")
     modules |= dict.fromkeys(spec.post_norms, "deliberately not rotated: a gain between writer and residual stream")
     modules |= dict.fromkeys(spec.readers, "reads")
     modules |= dict.fromkeys(spec.routers, "reads: router, not quantized")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
@@ -233,11 +234,16 @@ def _indexed(index: Path) -> list[str]:
 def check_names(expected: dict[str, Shape], stored: dict[str, Shape], *, identity: str, ignored: Iterable[str]) -> None:
     """Compare the tensors a model needs with those of its checkpoint.
 
+    Args:
+        ignored: patterns of names that a checkpoint may hold although no parameter is called so.
+
     Raises:
         ValueError: tensors are missing, unexpected or of another shape; each is named.
     """
     missing = sorted(expected.keys() - stored.keys())
-    unexpected = sorted(name for name in stored.keys() - expected.keys() if not name.endswith(tuple(ignored)))
+    patterns = [re.compile(pattern) for pattern in ignored]
+    unneeded = sorted(stored.keys() - expected.keys())
+    unexpected = [name for name in unneeded if not any(pattern.search(name) for pattern in patterns)]
     misshapen = [
         f"{name} ({list(stored[name])} instead of {list(shape)})"
         for name, shape in sorted(expected.items())

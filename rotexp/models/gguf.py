@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from rotexp.models.checkpoint import Shape
 EXACT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """ggml types of tensors that were not quantized."""
 
-READ_ERRORS = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, NotImplementedError)
+READ_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError, struct.error)
 """What the GGUF reader and transformers raise for a file they cannot make sense of."""
 
 

@@ -46,7 +46,7 @@ def language_config(config: Any) -> Any:
 
     text = config.get_text_config(decoder=True)
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        inside = "" if text is config else f" (the language model of {config.model_type})"
+        inside = "" if text.model_type == config.model_type else f" (the language model of {config.model_type})"
         raise ValueError(
             f"model_type={text.model_type}{inside}: transformers has no causal language model of this type; "
             f"choose a decoder-only model"

@@ -54,8 +54,8 @@ RANDOM_SIZES = {
 }
 """Shapes of `model=random_llama`, those of SmolLM2 (135m, 360m) and Llama 3 (1b to 70b)."""
 
-IGNORED_TENSORS = ("rotary_emb.inv_freq",)
-"""Buffers that old checkpoints carry and models compute."""
+COMPUTED_TENSORS = r"rotary_emb\.inv_freq$"
+"""Buffers that old checkpoints of every family carry and models compute; transformers knows of further ones."""
 
 
 def open_checkpoint(model: ModelConfig, *, seed: int) -> Checkpoint:
@@ -75,6 +75,38 @@ def open_checkpoint(model: ModelConfig, *, seed: int) -> Checkpoint:
             return _open_path(model)
 
 
+def open_structure(model: ModelConfig) -> Checkpoint:
+    """Find the model and read its config only; the checkpoint it returns has no weights.
+
+    Raises:
+        ValueError: no such model, or an unsupported architecture.
+    """
+    path = Path(model.path) if model.path else None
+    if model.source is ModelSource.random:
+        identity, config, revision = f"random_llama-{model.size}", _random_config(model), None
+    elif model.source is ModelSource.gguf or (path and path.suffix == ".gguf"):
+        file = path or _packaged_gguf(model)
+        require_packages(name=model.name)
+        identity, config, revision = file.name, read_gguf_config(file), None
+    else:
+        folder, identity, revision = _described_folder(model)
+        config = read_config(folder)
+    structure = _structure(config, identity=identity)
+    return Checkpoint(identity, structure.config, RandomWeights({}, seed=0), "", revision)
+
+
+def _described_folder(model: ModelConfig) -> tuple[Path, str, str | None]:
+    """Return the folder with a model's config, what to call the model, and its commit if it is the hub's."""
+    if model.source is ModelSource.tiny:
+        return tiny.FOLDER, "tiny", None
+    assert model.path is not None
+    path = Path(model.path)
+    if path.exists():
+        return (path if path.is_dir() else path.parent), model.path, None
+    folder = fetch_description(model.path, revision=model.revision)
+    return folder, model.path, folder.name
+
+
 def resolve_model(model: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     """Return the request with what opening found, so that a rerun gets the same: whole path, commit, concrete dtype.
 
@@ -86,13 +118,17 @@ def resolve_model(model: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
 
 
 def summarize_model(model: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a run's summary says of its model; `coarse` counts parameters by the grid they were stored on."""
+    """Return what a run's summary says of its model.
+
+    `coarse` counts the parameters that were stored on a grid of each type, `coarse_parameters` names them.
+    """
     return {
         "id": checkpoint.identity,
         "revision": checkpoint.revision,
         "dtype": model.dtype.name,
         "model_type": checkpoint.config.model_type,
         "coarse": checkpoint.coarse_counts(),
+        "coarse_parameters": checkpoint.coarse,
     }
 
 
@@ -164,6 +200,7 @@ class _Structure:
         shapes: of its parameters.
         base: its `base_model_prefix`.
         embedding, head: names of the parameters that may be tied.
+        ignored: patterns of the names of tensors that checkpoints of this family hold without need.
     """
 
     config: Any
@@ -172,6 +209,7 @@ class _Structure:
     base: str
     embedding: str
     head: str
+    ignored: tuple[str, ...]
 
     @property
     def tied(self) -> bool:
@@ -200,7 +238,8 @@ def _structure(whole: Any, *, identity: str) -> _Structure:
     names = {parameter: name for name, parameter in model.named_parameters()}
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     embedding, head = (names[module.weight] for module in (model.get_input_embeddings(), model.get_output_embeddings()))
-    return _Structure(config, whole, shapes, model.base_model_prefix, embedding, head)
+    ignored = (COMPUTED_TENSORS, *(model._keys_to_ignore_on_load_unexpected or ()))
+    return _Structure(config, whole, shapes, model.base_model_prefix, embedding, head, ignored)
 
 
 def _fit(
@@ -224,7 +263,7 @@ def _fit(
     needed = stored_shapes(structure.shapes, sources)
     if structure.nested:
         stored = language_tensors(stored, needed, embedding=str(sources[structure.embedding]))
-    check_names(needed, stored, identity=identity, ignored=IGNORED_TENSORS)
+    check_names(needed, stored, identity=identity, ignored=structure.ignored)
     aliases: dict[str, Source] = {name: source for name, source in sources.items() if source != name}
     checkpoint = Checkpoint(identity, structure.config, weights, str(tokenizer), revision, aliases)
     return replace(checkpoint, dtype=_own_dtype(structure, checkpoint), coarse=coarse or {})
@@ -256,15 +295,16 @@ def _open_path(model: ModelConfig) -> Checkpoint:
         return _open_hub(model.path, model.revision)
     if model.revision is not None:
         raise ValueError(f"model.revision={model.revision}: must be null for the local {path}; leave it out")
+    path = path.resolve()  # what a run records, and so the name under which a rerun finds its rotations
     if path.is_dir():
-        return _open_folder(path, identity=model.path)
+        return _open_folder(path, identity=str(path))
     match path.suffix:
         case ".gguf":
             return _open_gguf(model, path)
         case ".safetensors":
-            return _open_folder(path.parent, identity=model.path, weights=SafetensorsWeights((path,)))
+            return _open_folder(path.parent, identity=str(path), weights=SafetensorsWeights((path,)))
         case ".bin":
-            return _open_folder(path.parent, identity=model.path, weights=PickledWeights((path,)))
+            return _open_folder(path.parent, identity=str(path), weights=PickledWeights((path,)))
     raise ValueError(f"model.path={path}: must be a folder, a hub id, or a .safetensors, .bin or .gguf file; name one")
 
 
@@ -298,10 +338,13 @@ def _packaged_gguf(model: ModelConfig) -> Path:
 
 
 def _open_random(model: ModelConfig, *, seed: int) -> Checkpoint:
+    config, identity = _random_config(model), f"random_llama-{model.size}"
+    structure = _structure(config, identity=identity)
+    return Checkpoint(identity, config, RandomWeights(structure.shapes, seed), str(tiny.FOLDER))
+
+
+def _random_config(model: ModelConfig) -> Any:
     from transformers import LlamaConfig
 
     shape = RANDOM_SIZES[model.size or ""]
-    config = LlamaConfig(max_position_embeddings=8192, tie_word_embeddings=False, **shape)
-    identity = f"random_llama-{model.size}"
-    structure = _structure(config, identity=identity)
-    return Checkpoint(identity, config, RandomWeights(structure.shapes, seed), str(tiny.FOLDER))
+    return LlamaConfig(max_position_embeddings=8192, tie_word_embeddings=False, **shape)

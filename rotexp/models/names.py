@@ -55,7 +55,7 @@ def language_tensors(stored: Mapping[str, Shape], needed: Iterable[str], *, embe
     Args:
         embedding: the name under which the token embedding is stored (`language_model.model.embed_tokens.weight`).
     """
-    kept, prefix = set(needed), embedding.rpartition(".embed")[0]
+    kept, prefix = set(needed), ".".join(embedding.split(".")[:-2])
     return {name: shape for name, shape in stored.items() if name in kept or name.startswith(f"{prefix}.")}
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import re
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,56 +15,13 @@ from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from rotexp.folders import complete_folder
 from rotexp.models.checkpoint import Checkpoint, SafetensorsWeights, safetensors_files
 
 MANIFEST_FILE = "rotexp_manifest.json"
 GENERATION_FILE = "generation_config.json"
 FOREIGN_SETTINGS = ("quantization_config", "compression_config")
 """What a source's config says of how its weights were stored, which is not how ours are."""
-
-
-@contextmanager
-def complete_folder(target: Path, *, key: str = "export.path") -> Iterator[Path]:
-    """Yield an empty folder beside `target` that becomes it, flushed to the disk, when the block ends well.
-
-    Raises:
-        ValueError: `target` is a file, or a folder that holds something.
-    """
-    check_free(target, key=key)
-    target = target.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    aside.mkdir()
-    try:
-        yield aside
-        for path in (*aside.rglob("*"), aside):
-            _flush(path)
-        aside.rename(target)  # onto nothing, or onto an empty folder
-        _flush(target.parent)
-    except SafetensorError as error:
-        raise OSError(f"{key}={target}: cannot be written ({error})") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def check_free(target: Path, *, key: str = "export.path") -> None:
-    """Refuse a place that holds something.
-
-    Raises:
-        ValueError: it does.
-    """
-    if target.is_dir() and any(target.iterdir()):
-        raise ValueError(f"{key}={target}: is a folder that is not empty; choose another, or empty it")
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{key}={target}: is a file; name a folder to make")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def save_checkpoint(
@@ -100,13 +54,13 @@ def save_checkpoint(
             the dtype.
         OSError: writing failed.
     """
-    tied = _is_tied(config, tensors)
-    model = plain_model(config, dtype=dtype, tied=tied)
+    model = plain_model(config, dtype=dtype)
     check_fits(model, tensors)
-    with complete_folder(folder) as aside:
-        stored = _stored_tensors(model, tensors, tied=tied)
-        with _without_progress_bars():
-            model.save_pretrained(aside, state_dict=stored, max_shard_size=max_shard_size)
+    tied = _tied_head(model, config, tensors)
+    model.config.tie_word_embeddings = tied is not None
+    stored = _stored_tensors(model, {name: tensor for name, tensor in tensors.items() if name != tied})
+    with complete_folder(folder, key="export.path") as aside:
+        _write_weights(model, stored, aside, max_shard_size=max_shard_size)
         _check_shapes(aside, source_shapes or {})
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
@@ -116,8 +70,8 @@ def save_checkpoint(
             (aside / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def plain_model(config: Any, *, dtype: torch.dtype, tied: bool = False) -> Any:
-    """Build what `AutoModelForCausalLM.from_pretrained` would from a clean copy of the config, without memory."""
+def plain_model(config: Any, *, dtype: torch.dtype) -> Any:
+    """Build what `AutoModelForCausalLM` makes of a clean copy of the config, untied and without memory."""
     from transformers import AutoModelForCausalLM
 
     clean = copy.deepcopy(config)
@@ -125,7 +79,7 @@ def plain_model(config: Any, *, dtype: torch.dtype, tied: bool = False) -> Any:
         if hasattr(clean, name):
             delattr(clean, name)
     clean._attn_implementation = None
-    clean.tie_word_embeddings = tied
+    clean.tie_word_embeddings = False
     with init_empty_weights(include_buffers=False):
         auto: Any = AutoModelForCausalLM
         return auto.from_config(clean, dtype=dtype, trust_remote_code=False)
@@ -150,40 +104,51 @@ def check_fits(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(f"{type(model).__name__}: the merged model does not fit it: {'; '.join(faults[:6])}{more}")
 
 
-def _is_tied(config: Any, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the source ties head and embedding, and they are equal still."""
+def _tied_head(model: Any, config: Any, tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the head's weight if the source ties it to the embedding, and they are equal still."""
     if not getattr(config, "tie_word_embeddings", False):
-        return False
-    names = _head_and_embedding(plain_model(config, dtype=torch.float32))
-    return names is not None and torch.equal(*(tensors[name] for name in names))
-
-
-def _head_and_embedding(model: Any) -> tuple[str, str] | None:
-    """Return the names of the head's and the embedding's weights, if the model has both."""
-    modules = model.get_output_embeddings(), model.get_input_embeddings()
+        return None
     names = {module: name for name, module in model.named_modules()}
-    head, embedding = (names.get(module) for module in modules)
-    return (f"{head}.weight", f"{embedding}.weight") if head and embedding else None
+    head, embedding = (names.get(module) for module in (model.get_output_embeddings(), model.get_input_embeddings()))
+    if head is None or embedding is None:
+        return None
+    equal = torch.equal(tensors[f"{head}.weight"], tensors[f"{embedding}.weight"])
+    return f"{head}.weight" if equal else None
 
 
-def _stored_tensors(model: Any, tensors: Mapping[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
-    """Return tensors of the model's dtypes, on the host and each with a storage of its own; a tied head is left out."""
-    names = _head_and_embedding(model) if tied else None
+def _stored_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors in the model's dtypes, on the host and each with a storage of its own.
+
+    Raises:
+        ValueError: a weight is too large for its dtype.
+    """
+    dtypes = {name: target.dtype for name, target in model.state_dict().items()}
     stored: dict[str, Tensor] = {}
-    for name, target in model.state_dict().items():
-        if names is not None and name == names[0]:
-            continue
-        tensor = tensors[name].detach().to("cpu", target.dtype).contiguous()
-        if tensor.dtype != tensors[name].dtype and not bool(torch.isfinite(tensor).all()):
-            dtype = str(target.dtype).split(".")[-1]
-            raise ValueError(f"export.dtype={dtype}: {name} has values beyond it; choose bfloat16 or float32")
-        stored[name] = tensor
     storages: set[int] = set()
-    for name, tensor in stored.items():
-        if tensor.untyped_storage().data_ptr() in storages:
-            stored[name] = tensor.clone()
-        storages.add(stored[name].untyped_storage().data_ptr())
+    for name, given in tensors.items():
+        tensor = given.detach().to("cpu", dtypes[name]).contiguous()
+        if tensor.dtype != given.dtype and not bool(torch.isfinite(tensor).all()):
+            dtype = str(tensor.dtype).split(".")[-1]
+            raise ValueError(f"export.dtype={dtype}: {name} has values beyond it; choose bfloat16 or float32")
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in storages or storage.nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
+        storages.add(tensor.untyped_storage().data_ptr())
+        stored[name] = tensor
     return stored
+
+
+def _write_weights(model: Any, tensors: dict[str, Tensor], folder: Path, *, max_shard_size: str) -> None:
+    """Let transformers write weights and config.
+
+    Raises:
+        OSError: writing failed.
+    """
+    try:
+        with _without_progress_bars():
+            model.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)
+    except SafetensorError as error:
+        raise OSError(f"the weights cannot be written ({error})") from error
 
 
 def _check_shapes(folder: Path, source: Mapping[str, tuple[int, ...]]) -> None:
@@ -205,8 +170,9 @@ def _check_shapes(folder: Path, source: Mapping[str, tuple[int, ...]]) -> None:
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
     """Keep transformers from drawing a bar for the files it writes."""
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
+    logging: Any = transformers_logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -220,13 +186,3 @@ def generation_file(checkpoint: Checkpoint) -> Path | None:
     """Return the source's generation config, if it lies in a folder and has one."""
     file = Path(checkpoint.tokenizer) / GENERATION_FILE
     return file if file.is_file() else None
-
-
-def check_shard_size(size: str, *, key: str = "export.max_shard_size") -> None:
-    """Refuse a size that transformers cannot read.
-
-    Raises:
-        ValueError: it is no number with a unit.
-    """
-    if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", size):
-        raise ValueError(f"{key}={size}: must be a whole number with KB, MB, GB or TB; write 5GB or so")

@@ -96,8 +96,15 @@ class RotatedExperts(nn.Module):
         rotation = self.residual if self.mode.rotate else None
         if rotation is None:
             return {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
-        down = rotation.rotate(self.down_proj.mT).mT  # Rᵀ W of every expert
+        # Rᵀ W of every expert; contiguous, since products with another layout round otherwise than once merged
+        down = rotation.rotate(self.down_proj.mT).mT.contiguous()
         return {"gate_up_proj": rotation.rotate(self.gate_up_proj), "down_proj": down}
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        """What rotates input and output, by name; empty where nothing does."""
+        name, online = self.residual.name if self.residual else "", self.online or self._unbaked
+        return (f"{name}; down R4: H{online.order}, online" if online else name), name
 
     def quantized_widths(self) -> list[tuple[str, QuantSpec, int]]:
         """Return for weights and activations their quantizer's spec and each width it divides into groups."""

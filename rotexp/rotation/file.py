@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -103,7 +104,17 @@ def _r_bin_key(name: str, layers: str) -> str:
 
 
 def _dense(matrix: Tensor) -> Tensor:
-    return matrix.detach() if matrix.ndim == 2 else torch.block_diag(*matrix.detach())
+    blocks = matrix.detach()
+    return blocks if blocks.ndim == 2 else _block_diagonal(blocks)
+
+
+def _block_diagonal(blocks: Tensor) -> Tensor:
+    """Return the dense (blocks * n, blocks * n) matrix of blocks (blocks, n, n)."""
+    num_blocks, order, _ = blocks.shape
+    dense = blocks.new_zeros(num_blocks, order, num_blocks, order)
+    index = torch.arange(num_blocks, device=blocks.device)
+    dense[index, :, index, :] = blocks
+    return dense.reshape(num_blocks * order, num_blocks * order)
 
 
 @contextmanager
@@ -169,12 +180,10 @@ def _load_safetensors(path: Path, where: str) -> LoadedRotations:
 
 
 def _load_tensors(path: Path, where: str) -> dict[Any, Any]:
-    """Unpickle a dict of tensors onto the host, under torch's allow-list.
-
-    An `UnpicklingError` is a `pickle.PickleError`; a damaged archive shows as any of the others.
-    """
+    """Unpickle a dict onto the host, under torch's allow-list."""
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # of pickle protocols; the answer is one line
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise ValueError(f"{where}: holds more than tensors, or is no file of torch; name another file") from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
@@ -294,7 +303,7 @@ def _shaped(matrix: Tensor, shape: torch.Size) -> Tensor | None:
         return None
     num_blocks, order, _ = shape
     blocks = matrix.reshape(num_blocks, order, num_blocks, order).diagonal(dim1=0, dim2=2).movedim(-1, 0).contiguous()
-    return blocks if torch.equal(torch.block_diag(*blocks), matrix) else None
+    return blocks if torch.equal(_block_diagonal(blocks), matrix) else None
 
 
 def _listed(faults: list[str], *, most: int = 6) -> str:

@@ -23,6 +23,11 @@ class RotatedOutput:
         """Return the output (..., hidden), rotated if the mode says so."""
         return self.rotation.rotate(output) if self.mode.rotate and self.rotation is not None else output
 
+    @property
+    def sides(self) -> tuple[str, str]:
+        """What rotates input and output, by name; empty where nothing does."""
+        return "", self.rotation.name if self.rotation else ""
+
     def merged(self) -> dict[str, Tensor]:
         """Return the weight with the rotation baked in (the whole parameter must be gathered)."""
         return _merged(self.module, self.rotation)
@@ -46,6 +51,11 @@ class RotatedInput:
         if not self.mode.rotate or self.rotation is None:
             return inputs
         return (self.rotation.unrotate(inputs[0]), *inputs[1:])
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        """What rotates input and output, by name; empty where nothing does."""
+        return self.rotation.name if self.rotation else "", ""
 
     def merged(self) -> dict[str, Tensor]:
         """Return the weight with the rotation baked in (the whole parameter must be gathered)."""

@@ -74,6 +74,15 @@ class RotatedLinear(nn.Module):
             self._kept = self.weight_quantizer(self._rotated_weight())
         return self._kept
 
+    @property
+    def sides(self) -> tuple[str, str]:
+        """What rotates input and output, by name; empty where nothing does."""
+        rotations = (self.input_rotation, self.output_rotation)
+        names = [rotation.name if rotation else "" for rotation in rotations]
+        online = self.online or self._unbaked
+        part = "" if self.output_rows is None or not names[1] else " (values)"
+        return (f"R4: H{online.order}, online" if online else names[0]), names[1] + part
+
     def quantized_widths(self) -> list[tuple[str, QuantSpec, int]]:
         """Return for weights and activations their quantizer's spec and the width it divides into groups."""
         width = self.weight.shape[1]
@@ -141,6 +150,6 @@ def _on_rows(rows: ValueRows | None, function: Callable[[Tensor], Tensor], tenso
     outer, inner = (0, 1) if dim == 0 else (-2, -1)
     blocks = torch.unflatten(tensor, dim, (rows.num_blocks, -1))
     sizes = [rows.start, rows.stop - rows.start, blocks.shape[inner] - rows.stop]
-    before, chosen, after = blocks.split(sizes, dim=inner)
+    before, chosen, after = torch.split(blocks, sizes, dim=inner)
     changed = torch.unflatten(function(chosen.flatten(outer, inner)), dim, (rows.num_blocks, -1))
     return torch.cat([before, changed, after], dim=inner).flatten(outer, inner)

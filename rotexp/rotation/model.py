@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from rotexp.config import RotationInit
+from rotexp.config import RotationConfig, RotationInit
 from rotexp.models.arch import ArchSpec, decoder_layers, embedding_name, head_name
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation, RotationBank, draw
 from rotexp.rotation.experts import RotatedExperts
+from rotexp.rotation.file import assign_rotations, load_rotations
+from rotexp.rotation.hadamard import is_constructible
 from rotexp.rotation.hooks import RotatedInput, RotatedOutput
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode
@@ -108,12 +111,30 @@ class RotatedModel:
                 for kind, spec, width in module.quantized_widths():
                     check_width(f"quant.{kind}", spec, width, where=name)
 
+    def orders_without_hadamard(self) -> list[int]:
+        """Return the orders of rotations that no Hadamard matrix has."""
+        return sorted({matrix.shape[-1] for _, matrix in self.bank.items() if not is_constructible(matrix.shape[-1])})
+
     def starts(self, kind: RotationInit, *, seed: int) -> dict[str, torch.Tensor]:
         """Draw a start of the given kind for every rotation."""
         return {
             name: draw_start(kind, matrix.shape, name=name, seed=seed).to(matrix.device)
             for name, matrix in self.bank.items()
         }
+
+
+def start_from_file(model: RotatedModel, rotation: RotationConfig, *, identity: str) -> None:
+    """Let the bank hold the rotations of the file `rotation.path`, if one is named.
+
+    Args:
+        identity: what the model is called in files.
+
+    Raises:
+        ValueError: the file cannot be read, or does not fit the model.
+    """
+    if rotation.path is not None:
+        loaded = load_rotations(Path(rotation.path))
+        assign_rotations(model.bank, loaded, model=identity, placements=model.placements, online=model.online)
 
 
 def draw_start(kind: RotationInit, shape: torch.Size | tuple[int, ...], *, name: str, seed: int) -> torch.Tensor:

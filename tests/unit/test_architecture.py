@@ -31,6 +31,7 @@ ORDER = (
     "data",
     "sync",
     "sharding",
+    "folders",
     "compose",
     "validation",
     "targets",

@@ -1,0 +1,114 @@
+"""What every benchmark leaves behind: a table for people, and JSON with the machine, the versions and the command."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("rotexp", "torch", "transformers", "accelerate", "hydra-core", "geoopt", "brevitas")
+NOT_INSTALLED = "not installed"
+
+Table = dict[str, Any]
+"""A table: `title`, `columns`, and `rows` of as many cells, all of them text."""
+
+
+def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Put rows of text under columns."""
+    assert all(len(row) == len(columns) for row in rows), "every row must have a cell for every column"
+    return {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
+
+
+def markdown(table: Table) -> str:
+    """Return a table as aligned Markdown, which serves on a terminal as well as in a page."""
+    rows = [table["columns"], *table["rows"]]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    rule = ["-" * width for width in widths]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(1, " | ".join(rule))
+    return "\n".join([table["title"], "", *(f"| {line} |" for line in lines)])
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide a figure."""
+    return {"python": platform.python_version(), **{package: installed_version(package) for package in PACKAGES}}
+
+
+def installed_version(package: str) -> str:
+    """Return a package's version, or that it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return NOT_INSTALLED
+
+
+def machine() -> dict[str, Any]:
+    """Return the processor, its cores, the memory in GiB, the load, the threads torch uses, and the accelerators."""
+    facts: dict[str, Any] = {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()}
+    if hasattr(os, "sysconf"):
+        facts["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    if hasattr(os, "getloadavg"):
+        facts["load_average"] = os.getloadavg()
+    if torch := sys.modules.get("torch"):
+        facts["threads"] = torch.get_num_threads()
+        facts["accelerators"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return facts
+
+
+def _processor() -> str:
+    description = Path("/proc/cpuinfo")
+    lines = description.read_text().splitlines() if description.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def command() -> str:
+    """Return the command that this process was started by."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = f"-m {spec.name}" if spec is not None else sys.argv[0]
+    return f"python {program} {shlex.join(sys.argv[1:])}".strip()
+
+
+def report(output: Path | None, tables: Sequence[Table], figures: Mapping[str, Any]) -> None:
+    """Print the tables, and write them and the figures they are made of as JSON.
+
+    Args:
+        output: the file, or None to write none.
+        figures: plain values by name.
+    """
+    for table in tables:
+        print(f"{markdown(table)}\n", flush=True)
+    if output is not None:
+        write_json(output, {**environment(), "figures": dict(figures), "tables": list(tables)})
+
+
+def environment() -> dict[str, Any]:
+    """Return when, by which command, on which machine and with which versions figures were taken."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"date": date, "command": command(), "machine": machine(), "versions": versions()}
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file anew; a reader never sees half of it."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def parser(description: str | None, *, output: str, repetitions: int) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have."""
+    shared = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
+    )
+    shared.add_argument("--output", type=Path, default=Path(output), help="the JSON file")
+    shared.add_argument("--repetitions", type=int, default=repetitions, help="rounds over all variants that are kept")
+    shared.add_argument("--threads", type=int, default=None, help="CPU threads (None: torch's choice)")
+    return shared

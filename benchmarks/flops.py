@@ -1,0 +1,106 @@
+"""Floating-point operations: counted as torch's dispatcher sees them, and as the arithmetic demands them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+LANCZOS_PRODUCTS = 32
+POWER_SQUARINGS = 11
+
+
+def count_flops(run: Callable[[], object]) -> int:
+    """Return the operations of one call: products, convolutions and attention, forward and backward.
+
+    Elementwise work and linear solves are not in it (torch counts neither); see `cayley_flops` for the latter.
+    """
+    with FlopCounterMode(display=False, custom_mapping=_cpu_attention()) as counter:
+        run()
+    return int(counter.get_total_flops())
+
+
+def _cpu_attention() -> dict[Any, Any]:
+    """Return the rules for the CPU's flash attention, which torch leaves out, after its own for the GPU's."""
+    mapping = {}
+    for name, products in (("", 2), ("_backward", 5)):
+        operation = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}", None)
+        if operation is not None:
+            mapping[operation] = _attention_rule(products, query=1 if name else 0)
+    return mapping
+
+
+def _attention_rule(products: int, *, query: int) -> Callable[..., int]:
+    """Count matrix products over all pairs of queries and keys: causal masks are not deducted, as in torch's rules."""
+
+    def rule(*shapes: Any, **_: Any) -> int:
+        batch, heads, queries, width = shapes[query]
+        keys = shapes[query + 1][-2]
+        return int(products * 2 * batch * heads * queries * keys * width)
+
+    return rule
+
+
+def attention_flops(*, tokens: int, batch: int, heads: int, head_dim: int) -> int:
+    """Return what attention demands of forward and backward over every pair of tokens: seven products."""
+    return 7 * 2 * batch * heads * tokens * tokens * head_dim
+
+
+def limit_flops(shape: dict[str, int], *, tokens: int, batch: int) -> int:
+    """Return what forward and backward of a frozen Llama demand, weights without gradients.
+
+    Every weight is multiplied once forward and once backward (the input's gradient); attention comes on top.
+
+    Args:
+        shape: a Llama's sizes, named as in its Hugging Face config.
+        tokens: of one block; `batch` such blocks.
+    """
+    weights = shape["num_hidden_layers"] * layer_weights(shape) + shape["hidden_size"] * shape["vocab_size"]
+    head_dim = shape["hidden_size"] // shape["num_attention_heads"]
+    pairs = attention_flops(tokens=tokens, batch=batch, heads=shape["num_attention_heads"], head_dim=head_dim)
+    return 2 * 2 * batch * tokens * weights + shape["num_hidden_layers"] * pairs
+
+
+def layer_weights(shape: dict[str, int]) -> int:
+    """Return how many weights the linears of one Llama layer have."""
+    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
+    keys = hidden // heads * shape["num_key_value_heads"]
+    return hidden * (2 * hidden + 2 * keys + 3 * shape["intermediate_size"])
+
+
+def cayley_flops(order: int, *, count: int = 1) -> int:
+    """Return what one exact Cayley step of `count` rotations demands, to the leading order.
+
+    The generator's product 2n³, the factorization 2n³/3, the solution for n right-hand sides 2n³, and the products of
+    the Lanczos estimate of the norm.
+    """
+    estimate = LANCZOS_PRODUCTS * 2 * order**2 + POWER_SQUARINGS * 2 * LANCZOS_PRODUCTS**3
+    return count * (2 * order**3 + 2 * order**3 // 3 + 2 * order**3 + estimate)
+
+
+def rotation_flops(shape: dict[str, int], *, tokens: int, quantized_weights: bool) -> int:
+    """Return what R1 and R2 add to `limit_flops` at least.
+
+    Quantized weights must be rotated themselves: one product forward and one for the rotation's gradient. Elsewhere the
+    cheaper side is rotated: the weights so, or the tokens by one product forward and two backward.
+
+    Args:
+        tokens: of the whole batch.
+    """
+    hidden, intermediate = shape["hidden_size"], shape["intermediate_size"]
+    width = hidden // shape["num_attention_heads"]
+    keys = width * shape["num_key_value_heads"]
+    residual = (hidden + 2 * keys, 2 * intermediate, hidden, intermediate)  # attention, MLP, and what both write
+    head = ((keys, hidden), (hidden, hidden))  # values and output, by head
+    layer = sum(_side(hidden * hidden, vectors, tokens, quantized_weights) for vectors in residual)
+    layer += sum(_side(features * width, vectors, tokens, quantized_weights) for features, vectors in head)
+    ends = 2 * _side(hidden * hidden, shape["vocab_size"], tokens, False)
+    return shape["num_hidden_layers"] * layer + ends
+
+
+def _side(multiplications: int, vectors: int, tokens: int, quantized_weights: bool) -> int:
+    """Return the cost of rotating a weight of so many vectors, or the tokens, by so many multiplications each."""
+    of_weights, of_tokens = 2 * 2 * vectors * multiplications, 3 * 2 * tokens * multiplications
+    return of_weights if quantized_weights else min(of_weights, of_tokens)

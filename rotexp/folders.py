@@ -1,0 +1,61 @@
+"""Folders that are complete or absent."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def check_free(target: Path, *, key: str) -> None:
+    """Refuse a place that holds something.
+
+    Args:
+        key: the configuration's key that named it, for the message.
+
+    Raises:
+        ValueError: it is a file, or a folder that is not empty.
+    """
+    if target.is_dir() and any(target.iterdir()):
+        raise ValueError(f"{key}={target}: is a folder that is not empty; choose another, or empty it")
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{key}={target}: is a file; name a folder to make")
+
+
+@contextmanager
+def complete_folder(target: Path, *, key: str) -> Iterator[Path]:
+    """Yield an empty folder beside `target` that becomes it, flushed to the disk, when the block ends well.
+
+    Args:
+        key: the configuration's key that named it, for the message.
+
+    Raises:
+        ValueError: `target` is a file, or a folder that is not empty.
+    """
+    check_free(target, key=key)
+    target = target.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    aside.mkdir()
+    try:
+        yield aside
+        for path in (*aside.rglob("*"), aside):
+            _finish(path, mode=aside.stat().st_mode)
+        aside.rename(target)  # onto nothing, or onto an empty folder
+        _finish(target.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _finish(path: Path, *, mode: int | None = None) -> None:
+    """Bring a file or folder to the disk, and let those read a file who may read the folder of that mode."""
+    if mode is not None and path.is_file():
+        path.chmod(mode & 0o666)  # safetensors leaves its files to their owner alone
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
