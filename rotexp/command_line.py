@@ -64,6 +64,7 @@ def run_command(job: Callable[[DictConfig], int], *, config_name: str = "config"
 
     register()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of several ranks starve each other
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notes on standard error
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints in its own format and exits with 1
     try:
         _check_command_line(known)

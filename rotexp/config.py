@@ -325,9 +325,10 @@ class TrackerConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """One run."""
+    """One run; `profile` leaves a torch profiler trace of a few steps in its folder, and a table of where they went."""
 
     seed: int = 0
+    profile: bool = False
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)

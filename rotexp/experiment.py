@@ -16,6 +16,7 @@ from torch import Tensor
 from rotexp.compose import config_digest, to_plain
 from rotexp.config import Config, RotationInit, Strategy
 from rotexp.inputs import Inputs
+from rotexp.metrics.profiler import StepProfiler
 from rotexp.metrics.quality import Quality, evaluate
 from rotexp.metrics.rotations import rotation_metrics
 from rotexp.models.arch import find_spec
@@ -165,7 +166,11 @@ class Experiment:
         steps = self.config.train.steps
         if not steps or not any(matrix.requires_grad for matrix in model.bank.parameters()):
             return TrainResult(divergence=Coordinator(model.network, self.communication).divergence())
-        with TrainingProgress(self.console, steps=steps) as progress:
+        with ExitStack() as stack:
+            progress = stack.enter_context(TrainingProgress(self.console, steps=steps))
+            profiler = self.profiler(steps)
+            if profiler is not None:
+                stack.enter_context(profiler)
 
             def log(step: int, row: dict[str, float]) -> None:
                 self.step = step
@@ -173,7 +178,7 @@ class Experiment:
                 self.log(row | memory)
                 progress.show(step, row)
 
-            return train(
+            result = train(
                 model,
                 self.inputs.calibration,
                 self.config,
@@ -181,7 +186,17 @@ class Experiment:
                 communication=self.communication,
                 log=log,
                 guard=self.guard,
+                profiler=profiler,
             )
+        if profiler is not None and profiler.table is not None:
+            self.console.print(profiler.table)
+        return result
+
+    def profiler(self, steps: int) -> StepProfiler | None:
+        """Return what profiles the steps, if that is asked for."""
+        if not self.config.profile:
+            return None
+        return StepProfiler(self.folder, rank=self.communication.rank, steps=steps)
 
     def measure_result(self, model: RotatedModel) -> None:
         """Measure the merged model."""

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 
 from rotexp.config import ModelConfig, ModelDtype, ModelSource
 from rotexp.models import tiny
-from rotexp.models.arch import ArchSpec, find_spec
+from rotexp.models.arch import ArchSpec
 from rotexp.models.checkpoint import (
     Checkpoint,
+    FileWeights,
     PickledWeights,
     RandomWeights,
     SafetensorsWeights,
-    Shape,
-    Source,
     Weights,
-    check_names,
     folder_weights,
 )
 from rotexp.models.gguf import GGUFWeights, coarse_parameters, read_gguf_config, require_packages
-from rotexp.models.hf_config import language_config, read_config
+from rotexp.models.hf_config import read_config
 from rotexp.models.hub import fetch_description, fetch_weights
-from rotexp.models.names import find_sources, language_tensors, stored_shapes
+from rotexp.models.structure import build_network, fit, read_structure
 
 
 def _shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
@@ -54,8 +50,9 @@ RANDOM_SIZES = {
 }
 """Shapes of `model=random_llama`, those of SmolLM2 (135m, 360m) and Llama 3 (1b to 70b)."""
 
-COMPUTED_TENSORS = r"rotary_emb\.inv_freq$"
-"""Buffers that old checkpoints of every family carry and models compute; transformers knows of further ones."""
+
+FILES: dict[str, type[FileWeights]] = {".safetensors": SafetensorsWeights, ".bin": PickledWeights}
+"""What reads one file of weights that has its config beside it."""
 
 
 def open_checkpoint(model: ModelConfig, *, seed: int) -> Checkpoint:
@@ -64,15 +61,22 @@ def open_checkpoint(model: ModelConfig, *, seed: int) -> Checkpoint:
     Raises:
         ValueError: no such model, no weights, an unsupported architecture, missing or unexpected tensors.
     """
-    match model.source:
-        case ModelSource.random:
-            return _open_random(model, seed=seed)
-        case ModelSource.gguf:
-            return _open_gguf(model, Path(model.path) if model.path else _packaged_gguf(model))
-        case ModelSource.tiny:
-            return _open_folder(tiny.FOLDER, identity="tiny")
-        case ModelSource.hf:
-            return _open_path(model)
+    found = _find(model)
+    structure = read_structure(found.config, identity=found.identity)
+    if model.source is ModelSource.random:
+        weights = RandomWeights(structure.shapes, seed)
+        return Checkpoint(found.identity, structure.config, weights, str(found.tokenizer))
+    coarse: dict[str, str] = {}
+    if found.is_gguf:
+        coarse = coarse_parameters(found.place, structure.shapes, tied=structure.head if structure.tied else None)
+    return fit(
+        structure,
+        _weights(found),
+        identity=found.identity,
+        tokenizer=found.tokenizer,
+        revision=found.revision,
+        coarse=coarse,
+    )
 
 
 def open_structure(model: ModelConfig) -> Checkpoint:
@@ -81,30 +85,9 @@ def open_structure(model: ModelConfig) -> Checkpoint:
     Raises:
         ValueError: no such model, or an unsupported architecture.
     """
-    path = Path(model.path) if model.path else None
-    if model.source is ModelSource.random:
-        identity, config, revision = f"random_llama-{model.size}", _random_config(model), None
-    elif model.source is ModelSource.gguf or (path and path.suffix == ".gguf"):
-        file = path or _packaged_gguf(model)
-        require_packages(name=model.name)
-        identity, config, revision = file.name, read_gguf_config(file), None
-    else:
-        folder, identity, revision = _described_folder(model)
-        config = read_config(folder)
-    structure = _structure(config, identity=identity)
-    return Checkpoint(identity, structure.config, RandomWeights({}, seed=0), "", revision)
-
-
-def _described_folder(model: ModelConfig) -> tuple[Path, str, str | None]:
-    """Return the folder with a model's config, what to call the model, and its commit if it is the hub's."""
-    if model.source is ModelSource.tiny:
-        return tiny.FOLDER, "tiny", None
-    assert model.path is not None
-    path = Path(model.path)
-    if path.exists():
-        return (path if path.is_dir() else path.parent), model.path, None
-    folder = fetch_description(model.path, revision=model.revision)
-    return folder, model.path, folder.name
+    found = _find(model)
+    structure = read_structure(found.config, identity=found.identity)
+    return Checkpoint(found.identity, structure.config, RandomWeights({}, seed=0), str(found.tokenizer), found.revision)
 
 
 def resolve_model(model: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
@@ -156,22 +139,8 @@ def build_model(checkpoint: Checkpoint, *, dtype: torch.dtype) -> nn.Module:
     Returns:
         The Hugging Face model, frozen, in evaluation mode; its parameters hold no memory yet.
     """
-    built: nn.Module = _build(checkpoint.config, dtype=dtype)
+    built: nn.Module = build_network(checkpoint.config, dtype=dtype)
     return built
-
-
-def _build(config: Any, *, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    with init_empty_weights(include_buffers=False):
-        auto: Any = AutoModelForCausalLM
-        # A copy, since the model's config is changed below and by placement, and a checkpoint is built more than once.
-        model = auto.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
-    head = model.get_output_embeddings()
-    if head is not None and head.weight is model.get_input_embeddings().weight:
-        head.weight = nn.Parameter(torch.empty_like(head.weight))
-    model.config.tie_word_embeddings = False
-    return model.eval().requires_grad_(False)
 
 
 def checkpoint_layers(model: nn.Module, spec: ArchSpec) -> None:
@@ -190,94 +159,6 @@ def checkpoint_layers(model: nn.Module, spec: ArchSpec) -> None:
         layer.training = True
 
 
-@dataclass(frozen=True)
-class _Structure:
-    """What is known of a model before its weights are.
-
-    Attributes:
-        config: the Hugging Face config of its language model.
-        whole: the config that holds it, the same one for a text model.
-        shapes: of its parameters.
-        base: its `base_model_prefix`.
-        embedding, head: names of the parameters that may be tied.
-        ignored: patterns of the names of tensors that checkpoints of this family hold without need.
-    """
-
-    config: Any
-    whole: Any
-    shapes: dict[str, Shape]
-    base: str
-    embedding: str
-    head: str
-    ignored: tuple[str, ...]
-
-    @property
-    def tied(self) -> bool:
-        """Whether the head is the embedding, where a checkpoint has no head of its own."""
-        return any(getattr(config, "tie_word_embeddings", False) for config in (self.config, self.whole))
-
-    @property
-    def nested(self) -> bool:
-        """Whether it is the language model of a multimodal checkpoint."""
-        return self.config is not self.whole
-
-
-def _structure(whole: Any, *, identity: str) -> _Structure:
-    """Build the language model of a config, without memory.
-
-    Raises:
-        ValueError: it cannot be built, or its architecture is not supported.
-    """
-    config = language_config(whole)
-    try:
-        model = _build(config, dtype=torch.float32)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, ZeroDivisionError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"model.path={identity}: transformers cannot build it from its config ({reason})") from None
-    find_spec(model)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
-    embedding, head = (names[module.weight] for module in (model.get_input_embeddings(), model.get_output_embeddings()))
-    ignored = (COMPUTED_TENSORS, *(model._keys_to_ignore_on_load_unexpected or ()))
-    return _Structure(config, whole, shapes, model.base_model_prefix, embedding, head, ignored)
-
-
-def _fit(
-    structure: _Structure,
-    weights: Weights,
-    *,
-    identity: str,
-    tokenizer: Path,
-    revision: str | None = None,
-    coarse: dict[str, str] | None = None,
-) -> Checkpoint:
-    """Find every parameter among the weights.
-
-    Raises:
-        ValueError: tensors are missing, unexpected or of another shape.
-    """
-    stored = weights.shapes()
-    sources = find_sources(structure.shapes, stored, base=structure.base, nested=structure.nested)
-    if structure.tied and sources[structure.head] not in stored:
-        sources[structure.head] = sources[structure.embedding]
-    needed = stored_shapes(structure.shapes, sources)
-    if structure.nested:
-        stored = language_tensors(stored, needed, embedding=str(sources[structure.embedding]))
-    check_names(needed, stored, identity=identity, ignored=structure.ignored)
-    aliases: dict[str, Source] = {name: source for name, source in sources.items() if source != name}
-    checkpoint = Checkpoint(identity, structure.config, weights, str(tokenizer), revision, aliases)
-    return replace(checkpoint, dtype=_own_dtype(structure, checkpoint), coarse=coarse or {})
-
-
-def _own_dtype(structure: _Structure, checkpoint: Checkpoint) -> torch.dtype:
-    for config in (structure.config, structure.whole):
-        stated = getattr(config, "dtype", None)
-        dtype = getattr(torch, stated, None) if isinstance(stated, str) else stated
-        if isinstance(dtype, torch.dtype):
-            return dtype
-    return checkpoint.read(structure.embedding, slice(0, 1)).dtype
-
-
 def _concrete(dtype: ModelDtype, checkpoint: Checkpoint) -> ModelDtype:
     if dtype is not ModelDtype.auto:
         return dtype
@@ -288,46 +169,68 @@ def _concrete(dtype: ModelDtype, checkpoint: Checkpoint) -> ModelDtype:
     return ModelDtype[name]
 
 
-def _open_path(model: ModelConfig) -> Checkpoint:
+@dataclass(frozen=True)
+class _Found:
+    """A model that was found, none of its weights read.
+
+    Attributes:
+        identity: what to call it in files.
+        config: its whole Hugging Face config.
+        place: its folder, or the one file of its weights.
+        revision: its commit, where it is the hub's.
+    """
+
+    identity: str
+    config: Any
+    place: Path
+    revision: str | None = None
+
+    @property
+    def tokenizer(self) -> Path:
+        """Where its tokenizer is: beside its weights or, in GGUF, among them."""
+        return self.place if self.is_gguf or self.place.is_dir() else self.place.parent
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a GGUF file."""
+        return self.place.suffix == ".gguf" and self.place.is_file()
+
+
+def _find(model: ModelConfig) -> _Found:
+    match model.source:
+        case ModelSource.random:
+            return _Found(f"random_llama-{model.size}", _random_config(model), tiny.FOLDER)
+        case ModelSource.tiny:
+            return _Found("tiny", read_config(tiny.FOLDER), tiny.FOLDER)
+        case ModelSource.gguf:
+            return _find_gguf(model, Path(model.path) if model.path else _packaged_gguf(model))
+        case ModelSource.hf:
+            return _find_path(model)
+
+
+def _find_path(model: ModelConfig) -> _Found:
     assert model.path is not None
     path = Path(model.path)
     if not path.exists():
-        return _open_hub(model.path, model.revision)
+        folder = fetch_description(model.path, revision=model.revision)
+        return _Found(model.path, read_config(folder), folder, revision=folder.name)
     if model.revision is not None:
         raise ValueError(f"model.revision={model.revision}: must be null for the local {path}; leave it out")
     path = path.resolve()  # what a run records, and so the name under which a rerun finds its rotations
     if path.is_dir():
-        return _open_folder(path, identity=str(path))
-    match path.suffix:
-        case ".gguf":
-            return _open_gguf(model, path)
-        case ".safetensors":
-            return _open_folder(path.parent, identity=str(path), weights=SafetensorsWeights((path,)))
-        case ".bin":
-            return _open_folder(path.parent, identity=str(path), weights=PickledWeights((path,)))
+        return _Found(str(path), read_config(path), path)
+    if path.suffix in FILES:
+        return _Found(str(path), read_config(path.parent), path)
+    if path.suffix == ".gguf":
+        return _find_gguf(model, path)
     raise ValueError(f"model.path={path}: must be a folder, a hub id, or a .safetensors, .bin or .gguf file; name one")
 
 
-def _open_folder(folder: Path, *, identity: str, weights: Weights | None = None) -> Checkpoint:
-    structure = _structure(read_config(folder), identity=identity)
-    return _fit(structure, weights or folder_weights(folder), identity=identity, tokenizer=folder)
-
-
-def _open_hub(repository: str, revision: str | None) -> Checkpoint:
-    """Open a model of the hub; its weights are fetched once it is known that they can be used."""
-    folder = fetch_description(repository, revision=revision)
-    structure = _structure(read_config(folder), identity=repository)
-    weights = folder_weights(fetch_weights(repository, revision=folder.name))
-    return _fit(structure, weights, identity=repository, tokenizer=folder, revision=folder.name)
-
-
-def _open_gguf(model: ModelConfig, file: Path) -> Checkpoint:
+def _find_gguf(model: ModelConfig, file: Path) -> _Found:
     require_packages(name=model.name)
     if not file.is_file():
         raise ValueError(f"model.path={file}: no such file; name a GGUF file")
-    structure = _structure(read_gguf_config(file), identity=str(file))
-    coarse = coarse_parameters(file, structure.shapes, tied=structure.head if structure.tied else None)
-    return _fit(structure, GGUFWeights(file), identity=file.name, tokenizer=file, coarse=coarse)
+    return _Found(file.name, read_gguf_config(file), file)
 
 
 def _packaged_gguf(model: ModelConfig) -> Path:
@@ -337,14 +240,19 @@ def _packaged_gguf(model: ModelConfig) -> Path:
     return next(Path(package.origin).parent.glob("*.gguf"))
 
 
-def _open_random(model: ModelConfig, *, seed: int) -> Checkpoint:
-    config, identity = _random_config(model), f"random_llama-{model.size}"
-    structure = _structure(config, identity=identity)
-    return Checkpoint(identity, config, RandomWeights(structure.shapes, seed), str(tiny.FOLDER))
-
-
 def _random_config(model: ModelConfig) -> Any:
     from transformers import LlamaConfig
 
     shape = RANDOM_SIZES[model.size or ""]
     return LlamaConfig(max_position_embeddings=8192, tie_word_embeddings=False, **shape)
+
+
+def _weights(found: _Found) -> Weights:
+    """Return the weights of a model of which it is known that it can be used; those of the hub are fetched now."""
+    if found.revision is not None:
+        return folder_weights(fetch_weights(found.identity, revision=found.revision))
+    if found.place.is_dir():
+        return folder_weights(found.place)
+    if found.is_gguf:
+        return GGUFWeights(found.place)
+    return FILES[found.place.suffix]((found.place,))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
-from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.model import Consumer, RotatedModel
 from rotexp.rotation.norms import fold_norms
 from rotexp.sharding.shards import gathered, reshard, write_rows
 
@@ -33,9 +34,14 @@ def merge(model: RotatedModel) -> None:
     for unit in model.units:
         consumers = model.consumers(unit)
         with gathered(unit):
-            merged = [consumer.merged() for _, consumer in consumers]
+            merged = [_changed(module, consumer) for module, consumer in consumers]
         for (module, consumer), tensors in zip(consumers, merged, strict=True):
             for name, values in tensors.items():
                 write_rows(module.get_parameter(name), values)
             consumer.release()
     model.bank.prune(name for name, _ in tuple(model.bank.items()))
+
+
+def _changed(module: nn.Module, consumer: Consumer) -> dict[str, Tensor]:
+    """Return what differs once merged; the rest is a gathered parameter itself, which loses its memory afterwards."""
+    return {name: values for name, values in consumer.merged().items() if values is not module.get_parameter(name)}

@@ -60,6 +60,8 @@ def probe_norm(norm: nn.Module, width: int, *, name: str) -> NormKind:
         gain = 1.0 if weight is None or offset is None else offset + weight
         expected = _normalize(x, centred=centred, eps=0.0) * gain + (0.0 if bias is None else bias)
         if (found - expected).abs().max() <= PROBE_TOLERANCE * expected.abs().max():
+            if weight is not None and offset is not None:
+                weight.fill_(1.0 - offset)  # a gain of one, so that eps shows alone
             return NormKind(centred, offset, bias is not None, _probe_eps(copied, x, centred=centred))
     raise ValueError(
         f"{name}: {type(norm).__name__} is neither RMSNorm nor LayerNorm, with gain w or 1 + w, so R1 cannot pass it"
@@ -83,16 +85,14 @@ def _normalize(x: Tensor, *, centred: bool, eps: float) -> Tensor:
 
 
 def _probe_eps(norm: nn.Module, x: Tensor, *, centred: bool) -> float:
-    """Return the norm's eps: as it declares it, or from what it makes of inputs far smaller (three digits)."""
+    """Return the eps of a norm whose gain is one: as declared, or from what it makes of tiny inputs (three digits)."""
     declared = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
     if isinstance(declared, float):
         return declared
     small = x * 1e-8
     centre = small - small.mean(-1, keepdim=True) if centred else small
     ratio = (norm(2 * small) - norm(small)).square().mean().sqrt() / centre.square().mean().sqrt()
-    gain = norm._parameters.get("weight")
-    scale = 1.0 if gain is None else float(gain.square().mean().sqrt())
-    return float(f"{(scale / float(ratio)) ** 2:.2e}")
+    return float(f"{float(ratio) ** -2:.2e}")
 
 
 @dataclass(frozen=True)

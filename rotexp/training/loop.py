@@ -16,6 +16,7 @@ from transformers import get_scheduler
 
 from rotexp.config import Config
 from rotexp.data.blocks import BlockDataset, BlockSampler, TokenBlocks
+from rotexp.metrics.profiler import StepProfiler, part
 from rotexp.metrics.rotations import rotation_metrics
 from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.communication import Communication
@@ -50,6 +51,7 @@ def train(
     communication: Communication,
     log: Log,
     guard: UnshardGuard | None = None,
+    profiler: StepProfiler | None = None,
 ) -> TrainResult:
     """Train the model's rotations on token blocks (blocks, tokens), and project them onto the orthogonal group.
 
@@ -66,16 +68,21 @@ def train(
         share = torch.zeros((), device=accelerator.device)
         for token_ids in meter.timed(_loader(blocks, config, accelerator, communication.world_size)):
             with accelerator.accumulate():
-                loss = objective(model, token_ids)
-                accelerator.backward(loss)
+                with part("forward"):
+                    loss = objective(model, token_ids)
+                with part("backward"):
+                    accelerator.backward(loss)
                 share += loss.detach() / accelerator.gradient_accumulation_steps
             if not accelerator.sync_gradients:
                 continue
-            mean_loss = coordinator.consolidate(share).item()
+            with part("consolidate"):
+                mean_loss = coordinator.consolidate(share).item()
             _require_finite(mean_loss, step=len(result.losses) + 1)
             with communication.equal_threads():
-                norms = coordinator.clip(config.train.max_grad_norm)
-                optimizer.step()
+                with part("clip"):
+                    norms = coordinator.clip(config.train.max_grad_norm)
+                with part("optimizer"):
+                    optimizer.step()
             learning_rate = scheduler.get_last_lr()[0]
             scheduler.step()
             optimizer.zero_grad()
@@ -83,9 +90,12 @@ def train(
             result.losses.append(mean_loss)
             step = len(result.losses)
             _refresh(model, config, step)
-            row = meter.row(step, loss=mean_loss, norms=norms, learning_rate=learning_rate)
-            if step % config.train.log_every == 0 or step == config.train.steps:
-                log(step, row)
+            with part("metrics"):
+                row = meter.row(step, loss=mean_loss, norms=norms, learning_rate=learning_rate)
+                if step % config.train.log_every == 0 or step == config.train.steps:
+                    log(step, row)
+            if profiler is not None:
+                profiler.step()
         result.divergence = coordinator.divergence()  # before the broadcast, after which it could only be zero
         optimizer.project()
         coordinator.broadcast()
@@ -143,7 +153,8 @@ class _Meter:
         iterator = iter(batches)
         while True:
             began = time.perf_counter()
-            batch = next(iterator, None)
+            with part("data"):
+                batch = next(iterator, None)
             self.data_seconds += time.perf_counter() - began
             if batch is None:
                 return

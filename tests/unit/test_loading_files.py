@@ -504,7 +504,14 @@ def test_a_run_records_the_commit_and_the_dtype_it_found(
         (tmp_path / name).write_text(f"a few words of {name} and again " * 40, encoding="utf-8")
         data.append(f"data.{name}={tmp_path / name}")
     work = ["rotation=hadamard", "evaluation.window=16", "evaluation.max_windows=1", "data.global_batch_size=1"]
-    model = ["model=hf", "model.path=some/model", "model.dtype=auto", "launch=inline", "tracker=jsonl"]
+    model = [
+        "model=hf",
+        "model.path=some/model",
+        "model.dtype=auto",
+        "launch=inline",
+        "launch.threads=1",
+        "tracker=jsonl",
+    ]
     register()
     with hydra.initialize_config_module("rotexp.conf", version_base="1.3"):
         config = to_config(hydra.compose("config", overrides=[*model, *data, *work]))

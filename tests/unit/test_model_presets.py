@@ -65,3 +65,29 @@ def test_a_pretrained_preset_says_license_and_shape_in_one_line(name: str) -> No
 
 def test_no_two_presets_name_the_same_model() -> None:
     assert len({preset(name).path for name in FROM_HUB}) == len(FROM_HUB)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.path=some/model"],
+            "model.path=some/model: must be null for model=tiny; set model=hf model.path=some/",
+        ),
+        (["model=random_llama", "model.path=x"], "model.path=x: must be null for model=random_llama; set model=hf"),
+        (
+            ["model.revision=main"],
+            "model.revision=main: must be null for model=tiny, which is not fetched from the hub;",
+        ),
+        (
+            ["model=smollm2_135m_gguf", "model.revision=main"],
+            "model.revision=main: must be null for model=smollm2_135m_",
+        ),
+    ],
+)
+def test_what_a_model_would_pass_over_is_refused(overrides: list[str], message: str) -> None:
+    register()
+    with hydra.initialize_config_module("rotexp.conf", version_base="1.3"):
+        composed = hydra.compose("config", overrides=overrides)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        to_config(composed)

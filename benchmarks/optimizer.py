@@ -1,0 +1,146 @@
+"""One optimizer step on batches of rotations, beside geoopt's and beside one rotation at a time: `-m benchmarks.optimizer`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import facts, flops, peers
+from benchmarks.timing import Spread, interleave, paired_ratios, spread
+from rotexp.optim.cayley_sgd import CayleySGD
+from rotexp.rotation.hadamard import random_orthogonal
+
+SETS = {
+    "576² + 30 × 64²": ((576, 1), (64, 30)),
+    "2048² + 16 × 64²": ((2048, 1), (64, 16)),
+    "48² + 2 × 12²": ((48, 1), (12, 2)),
+}
+"""Order and number of the rotations of SmolLM2-135M, of Llama 3.2 1B, and of the smallest random Llama."""
+
+OURS = "CayleySGD"
+ONE_BY_ONE = "one by one"
+LEARNING_RATE = 0.1
+GEOOPT_TARGET = 0.8
+BATCH_TARGET = 5.0
+
+Rotations = list[Tensor]
+"""Orthogonal matrices (n, n), float32, each with a gradient."""
+
+
+def draw_rotations(orders: Sequence[tuple[int, int]]) -> Rotations:
+    """Draw so many orthogonal matrices of each order, with Gaussian gradients."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = [random_orthogonal(n, generator=generator) for n, count in orders for _ in range(count)]
+    parameters: Rotations = [torch.nn.Parameter(matrix) for matrix in matrices]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return parameters
+
+
+def cayley_steps(rotations: Rotations) -> dict[str, Callable[[], object]]:
+    """Return our optimizer's step by each of its solvers, the default one first."""
+    own = {"CayleySGD": "exact", "CayleySGD fixed point": "fixed_point"}
+    rates = {"exact": LEARNING_RATE, "fixed_point": LEARNING_RATE}
+    return {
+        name: CayleySGD(_copies(rotations), lr=rates[solver], solver=solver).step for name, solver in own.items()
+    }
+
+
+def one_by_one(rotations: Rotations) -> Callable[[], None]:
+    """Return the step of as many optimizers as there are rotations."""
+    optimizers = [CayleySGD([copied], lr=LEARNING_RATE) for copied in _copies(rotations)]
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return step
+
+
+def _copies(rotations: Rotations) -> Rotations:
+    copies: Rotations = [torch.nn.Parameter(rotation.detach().clone()) for rotation in rotations]
+    for copied, rotation in zip(copies, rotations, strict=True):
+        copied.grad = None if rotation.grad is None else rotation.grad.clone()
+    return copies
+
+
+def measure_set(name: str, *, repetitions: int) -> list[dict[str, Any]]:
+    """Time the step of a whole set of rotations, ours and geoopt's in turn."""
+    rotations = draw_rotations(SETS[name])
+    steps = cayley_steps(rotations)
+    missing = {}
+    try:
+        geoopt = peers.riemannian_sgds(rotations, learning_rate=LEARNING_RATE)
+        steps |= {peer: optimizer.step for peer, optimizer in geoopt.items()}
+    except peers.MissingPeerError as error:
+        missing["geoopt"] = str(error)
+    seconds = interleave(steps, repetitions=repetitions, warmup=2)
+    demanded = sum(flops.cayley_flops(order, count=count) for order, count in SETS[name])
+    rows = [_figures(name, variant, samples, seconds[OURS], demanded) for variant, samples in seconds.items()]
+    return [*rows, *({"set": name, "variant": peer, "missing": reason} for peer, reason in missing.items())]
+
+
+def measure_small(name: str, *, repetitions: int) -> list[dict[str, Any]]:
+    """Time the small rotations of a set as one batch, and one by one."""
+    order, count = SETS[name][-1]
+    rotations = draw_rotations([(order, count)])
+    steps = {OURS: CayleySGD(_copies(rotations), lr=LEARNING_RATE).step, ONE_BY_ONE: one_by_one(rotations)}
+    seconds = interleave(steps, repetitions=repetitions, warmup=2)
+    demanded = flops.cayley_flops(order, count=count)
+    only = f"{count} × {order}²"
+    return [_figures(only, variant, samples, seconds[OURS], demanded) for variant, samples in seconds.items()]
+
+
+def _figures(name: str, variant: str, samples: list[float], ours: list[float], demanded: int) -> dict[str, Any]:
+    return {
+        "set": name,
+        "variant": variant,
+        "seconds": dataclasses.asdict(spread(samples)),
+        "samples": samples,
+        "ours_over_this": dataclasses.asdict(paired_ratios(ours, samples)),
+        "this_over_ours": dataclasses.asdict(paired_ratios(samples, ours)),
+        "flops_demanded": demanded if variant in (OURS, ONE_BY_ONE) else None,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> facts.Table:
+    """Return the figures for people."""
+    columns = ("rotations", "variant", "step (ms)", "CayleySGD ÷ this (quartiles)", "target", "GFLOP demanded", "GFLOP/s")
+    return facts.make_table("Optimizer step", columns, [_cells(row) for row in rows])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "missing" in row:
+        return [row["set"], row["variant"], row["missing"], *["–"] * 4]
+    seconds, demanded = row["seconds"]["median"], row["flops_demanded"]
+    work = [f"{demanded / 1e9:.3g}", f"{demanded / seconds / 1e9:.3g}"] if demanded else ["–", "–"]
+    ratio = Spread(**row["ours_over_this"]).text()
+    return [row["set"], row["variant"], f"{1e3 * seconds:.2f}", ratio, _target(row["variant"]), *work]
+
+
+def _target(variant: str) -> str:
+    if variant == ONE_BY_ONE:
+        return f"≤ {1 / BATCH_TARGET:.2f}"
+    return f"≤ {GEOOPT_TARGET}" if variant.startswith("geoopt") else "–"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every set, and write the figures."""
+    parser = facts.parser(__doc__, output="optimizer.json", repetitions=15)
+    parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS)[:2])
+    options = parser.parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    rows = []
+    for name in options.sets:
+        rows += measure_set(name, repetitions=options.repetitions)
+        rows += measure_small(name, repetitions=options.repetitions)
+    facts.report(options.output, [table(rows)], {"optimizer": rows})
+
+
+if __name__ == "__main__":
+    main()

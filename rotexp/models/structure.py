@@ -1,0 +1,123 @@
+"""Fit a checkpoint to its model: the structure, built without memory, and where each parameter's values lie."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+
+from rotexp.models.arch import find_spec
+from rotexp.models.checkpoint import Checkpoint, Shape, Source, Weights, check_names
+from rotexp.models.hf_config import language_config
+from rotexp.models.names import find_sources, language_tensors, stored_shapes
+
+COMPUTED_TENSORS = r"rotary_emb\.inv_freq$"
+"""Buffers that old checkpoints of every family carry and models compute; transformers knows of further ones."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What is known of a model before its weights are.
+
+    Attributes:
+        config: the Hugging Face config of its language model.
+        whole: the config that holds it, the same one for a text model.
+        shapes: of its parameters.
+        base: its `base_model_prefix`.
+        embedding, head: names of the parameters that may be tied.
+        ignored: patterns of the names of tensors that checkpoints of this family hold without need.
+    """
+
+    config: Any
+    whole: Any
+    shapes: dict[str, Shape]
+    base: str
+    embedding: str
+    head: str
+    ignored: tuple[str, ...]
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding, where a checkpoint has no head of its own."""
+        return any(getattr(config, "tie_word_embeddings", False) for config in (self.config, self.whole))
+
+    @property
+    def nested(self) -> bool:
+        """Whether it is the language model of a multimodal checkpoint."""
+        return self.config is not self.whole
+
+
+def read_structure(whole: Any, *, identity: str) -> Structure:
+    """Build the language model of a config, without memory.
+
+    Raises:
+        ValueError: it cannot be built, or its architecture is not supported.
+    """
+    config = language_config(whole)
+    try:
+        model = build_network(config, dtype=torch.float32)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, ZeroDivisionError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"model.path={identity}: transformers cannot build it from its config ({reason})") from None
+    find_spec(model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
+    embedding, head = (names[module.weight] for module in (model.get_input_embeddings(), model.get_output_embeddings()))
+    ignored = (COMPUTED_TENSORS, *(model._keys_to_ignore_on_load_unexpected or ()))
+    return Structure(config, whole, shapes, model.base_model_prefix, embedding, head, ignored)
+
+
+def fit(
+    structure: Structure,
+    weights: Weights,
+    *,
+    identity: str,
+    tokenizer: Path,
+    revision: str | None = None,
+    coarse: dict[str, str] | None = None,
+) -> Checkpoint:
+    """Find every parameter among the weights.
+
+    Raises:
+        ValueError: tensors are missing, unexpected or of another shape.
+    """
+    stored = weights.shapes()
+    sources = find_sources(structure.shapes, stored, base=structure.base, nested=structure.nested)
+    if structure.tied and sources[structure.head] not in stored:
+        sources[structure.head] = sources[structure.embedding]
+    needed = stored_shapes(structure.shapes, sources)
+    if structure.nested:
+        stored = language_tensors(stored, needed, embedding=str(sources[structure.embedding]))
+    check_names(needed, stored, identity=identity, ignored=structure.ignored)
+    aliases: dict[str, Source] = {name: source for name, source in sources.items() if source != name}
+    checkpoint = Checkpoint(identity, structure.config, weights, str(tokenizer), revision, aliases)
+    return replace(checkpoint, dtype=_own_dtype(structure, checkpoint), coarse=coarse or {})
+
+
+def _own_dtype(structure: Structure, checkpoint: Checkpoint) -> torch.dtype:
+    for config in (structure.config, structure.whole):
+        stated = getattr(config, "dtype", None)
+        dtype = getattr(torch, stated, None) if isinstance(stated, str) else stated
+        if isinstance(dtype, torch.dtype):
+            return dtype
+    return checkpoint.read(structure.embedding, slice(0, 1)).dtype
+
+
+def build_network(config: Any, *, dtype: torch.dtype) -> Any:
+    """Build the causal model of a Hugging Face config on the meta device, buffers real, embedding and head untied."""
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        auto: Any = AutoModelForCausalLM
+        # A copy, since the model's config is changed below and by placement, and a config is built from more than once.
+        model = auto.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is model.get_input_embeddings().weight:
+        head.weight = nn.Parameter(torch.empty_like(head.weight))
+    model.config.tie_word_embeddings = False
+    return model.eval().requires_grad_(False)

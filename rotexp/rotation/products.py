@@ -1,0 +1,207 @@
+"""Products of a frozen weight with rotations and activations, with hand-derived gradients that keep little.
+
+With input rotation R, output rotation L, fake quantizer Q and a frozen weight W (outputs, inputs) it is
+`y = x Q(Lᵀ W R)ᵀ`. For the upstream gradient G, straight through Q where it does not clip (mask M), hence
+`dx = G Q(Lᵀ W R)`, `D = (Gᵀ x) ∘ M`, `dL = (W R) Dᵀ` and `dR = Wᵀ (L D)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rotexp.models.arch import ValueRows
+from rotexp.quant.fake import EncodedTensor, FakeQuantizer
+
+
+def rotated_linear(
+    x: Tensor,
+    *,
+    weight: Tensor,
+    bias: Tensor | None,
+    quantizer: FakeQuantizer,
+    input_rotation: Tensor | None = None,
+    output_rotation: Tensor | None = None,
+    output_rows: ValueRows | None = None,
+    keep_codes: bool = True,
+) -> Tensor:
+    """Return `x Q(Lᵀ W R)ᵀ + b`, rotating the weight; gradients reach x, b, R and L, once.
+
+    For the backward pass it keeps x, the weight and the rotations, which others hold anyway, and of the quantized
+    weight either integer codes, a quarter of its float32 size, or nothing.
+
+    Args:
+        x: (..., inputs), quantized already where it should be.
+        weight: (outputs, inputs), frozen, of the dtype of x.
+        bias: (outputs,), rotated already.
+        quantizer: Q; nothing is quantized if its spec is off.
+        input_rotation: R, (n, n), repeated as often as it fits into inputs, or (blocks, n, n), block-diagonal; float32
+            or float64. The weight is rotated in that dtype.
+        output_rotation: L, likewise for the outputs.
+        output_rows: which outputs L acts on; None for all.
+        keep_codes: whether to keep the codes; if not, the backward pass rotates and quantizes the weight once more.
+
+    Returns:
+        (..., outputs), of the dtype of x.
+    """
+    result: Tensor = _RotatedLinear.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, input_rotation, output_rotation, output_rows, quantizer, keep_codes
+    )
+    return result
+
+
+class _RotatedLinear(torch.autograd.Function):
+    """The formulas at the head of this file."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        before: Tensor | None,
+        after: Tensor | None,
+        rows: ValueRows | None,
+        quantizer: FakeQuantizer,
+        keep_codes: bool,
+    ) -> Tensor:
+        used, encoded = rotate_weight(weight, before=before, after=after, rows=rows), None
+        if quantizer.spec.enabled and keep_codes and any(ctx.needs_input_grad):
+            used, encoded = quantizer.encode(used)
+        else:
+            used = quantizer(used)
+        learned = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+        ctx.save_for_backward(x if learned else None, weight, before, after, *(encoded.tensors if encoded else ()))
+        ctx.rows, ctx.quantizer = rows, quantizer
+        return F.linear(x, used, bias)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, before, after, *encoded = ctx.saved_tensors
+        needs_x, _, needs_bias, needs_before, needs_after, *_ = ctx.needs_input_grad
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        used, passes = _used_weight(ctx, weight, before, after, encoded)
+        for_x = (flat @ used).reshape(*gradient.shape[:-1], -1) if needs_x else None
+        del used
+        for_bias = flat.sum(0) if needs_bias else None
+        for_before, for_after = None, None
+        if needs_before or needs_after:
+            for_rotated = flat.mT @ x.reshape(-1, x.shape[-1])
+            if passes is not None:
+                for_rotated = for_rotated.mul_(passes)
+            for_before, for_after = _rotation_gradients(
+                for_rotated,
+                weight,
+                before=before,
+                after=after,
+                rows=ctx.rows,
+                needed=(needs_before, needs_after),
+            )
+        return for_x, None, for_bias, for_before, for_after, None, None, None
+
+
+def _used_weight(
+    ctx: Any, weight: Tensor, before: Tensor | None, after: Tensor | None, encoded: list[Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Return the weight that multiplied x, and where its gradient passes (None: everywhere)."""
+    spec = ctx.quantizer.spec
+    if encoded:
+        return EncodedTensor(*encoded, clips=spec.clips).decode(dtype=weight.dtype)
+    rotated = rotate_weight(weight, before=before, after=after, rows=ctx.rows)
+    if not spec.enabled:
+        return rotated, None
+    kept: EncodedTensor = ctx.quantizer.encode(rotated)[1]
+    return kept.decode(dtype=weight.dtype)
+
+
+def _rotation_gradients(
+    for_rotated: Tensor,
+    weight: Tensor,
+    *,
+    before: Tensor | None,
+    after: Tensor | None,
+    rows: ValueRows | None,
+    needed: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Derive dR and dL from the gradient of `Lᵀ W R`."""
+    for_before, for_after = None, None
+    if after is not None and needed[1]:
+        once = weight if before is None else rotate_columns(weight, before)
+        for_after = rows_gradient(once, for_rotated, after, rows=rows)
+    if before is not None and needed[0]:
+        if after is not None:
+            for_rotated = rotate_rows(for_rotated, after.mT, rows=rows)
+        for_before = columns_gradient(weight, for_rotated, before)
+    return for_before, for_after
+
+
+def rotate_weight(weight: Tensor, *, before: Tensor | None, after: Tensor | None, rows: ValueRows | None) -> Tensor:
+    """Return `Lᵀ W R`, (outputs, inputs), of the weight's dtype, which it is also rounded to in between."""
+    if before is not None:
+        weight = rotate_columns(weight, before)
+    return weight if after is None else rotate_rows(weight, after, rows=rows)
+
+
+def rotate_columns(values: Tensor, matrix: Tensor) -> Tensor:
+    """Return `V R`.
+
+    Args:
+        values: V, (..., m * n), with m the number of R's blocks if it has its own.
+        matrix: R, (n, n) or (m, n, n); computed in its dtype, returned in that of `values`.
+    """
+    blocks = _column_blocks(values, matrix)
+    rotated = blocks @ matrix if matrix.ndim == 2 else torch.einsum("rbi,bij->rbj", blocks, matrix)
+    return rotated.reshape(values.shape).to(values.dtype)
+
+
+def columns_gradient(values: Tensor, gradient: Tensor, matrix: Tensor) -> Tensor:
+    """Return the gradient of R, of its shape and dtype, from that of `rotate_columns(values, R)`."""
+    values, gradient = _column_blocks(values, matrix), _column_blocks(gradient, matrix)
+    return values.mT @ gradient if matrix.ndim == 2 else torch.einsum("rbi,rbj->bij", values, gradient)
+
+
+def rotate_rows(values: Tensor, matrix: Tensor, *, rows: ValueRows | None) -> Tensor:
+    """Return `Lᵀ V` on some rows of V, which keeps the others (None: on all).
+
+    Args:
+        values: V, (outputs, inputs).
+        matrix: L, (n, n) or (m, n, n); computed in its dtype, returned in that of `values`.
+        rows: the outputs that L acts on, m * n of them.
+    """
+    rotated = (matrix.mT @ _row_blocks(values, matrix, rows=rows)).to(values.dtype)
+    if rows is None:
+        return rotated.reshape(values.shape)
+    result = values.clone()
+    chosen = _choose(result, rows)
+    chosen.copy_(rotated.reshape(chosen.shape))
+    return result
+
+
+def rows_gradient(values: Tensor, gradient: Tensor, matrix: Tensor, *, rows: ValueRows | None) -> Tensor:
+    """Return the gradient of L, of its shape and dtype, from that of `rotate_rows(values, L)`."""
+    values, gradient = (_row_blocks(tensor, matrix, rows=rows) for tensor in (values, gradient))
+    products = values @ gradient.mT
+    return products if matrix.ndim == 3 else products.sum(0)
+
+
+def _column_blocks(values: Tensor, matrix: Tensor) -> Tensor:
+    """View columns as rows of n for an (n, n) matrix, (rows * m, n), or as blocks for one of blocks, (rows, m, n)."""
+    shape = (-1, matrix.shape[-1]) if matrix.ndim == 2 else (-1, *matrix.shape[:2])
+    return values.to(matrix.dtype).reshape(shape)
+
+
+def _row_blocks(values: Tensor, matrix: Tensor, *, rows: ValueRows | None) -> Tensor:
+    """View the rows that a matrix acts on as (m, n, inputs)."""
+    chosen = values if rows is None else _choose(values, rows)
+    count = matrix.shape[0] if matrix.ndim == 3 else -1
+    return chosen.to(matrix.dtype).reshape(count, matrix.shape[-1], values.shape[-1])
+
+
+def _choose(values: Tensor, rows: ValueRows) -> Tensor:
+    """View rows of (outputs, inputs) as (num_blocks, chosen, inputs)."""
+    return values.unflatten(0, (rows.num_blocks, -1))[:, rows.start : rows.stop]

@@ -1,0 +1,111 @@
+"""The hand-derived rotated linear agrees with its naive composition; inputs are shared and never stale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rotexp.models.arch import ValueRows
+from rotexp.quant.fake import FakeQuantizer
+from rotexp.quant.spec import QuantSpec
+from rotexp.rotation.bank import RotationBank
+from rotexp.rotation.products import rotated_linear
+
+INPUTS, OUTPUTS = 24, 16
+SPECS = {
+    "off": QuantSpec(),
+    "symmetric": QuantSpec(4),
+    "clipped": QuantSpec(4, clip_ratio=0.7),
+    "searched": QuantSpec(3, clip_search=True, group_size=8),
+    "asymmetric": QuantSpec(4, symmetric=False, clip_ratio=0.8),
+    "wide": QuantSpec(8, clip_ratio=0.9),
+}
+SHAPES: dict[str, tuple[tuple[int, ...] | None, tuple[int, ...] | None, ValueRows | None]] = {
+    "none": (None, None, None),
+    "input": ((INPUTS, INPUTS), None, None),
+    "output": (None, (OUTPUTS, OUTPUTS), None),
+    "both": ((INPUTS, INPUTS), (OUTPUTS, OUTPUTS), None),
+    "repeated": ((8, 8), (4, 4), None),
+    "blocks": ((3, 8, 8), (4, 4, 4), None),
+    "rows": ((INPUTS, INPUTS), (2, 2), ValueRows(num_blocks=2, start=2, stop=6)),
+}
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def dense(matrix: Tensor | None, size: int) -> Tensor | None:
+    """Write a rotation out as (size, size), differentiably."""
+    if matrix is None:
+        return None
+    blocks = list(matrix) if matrix.ndim == 3 else [matrix] * (size // matrix.shape[0])
+    return torch.block_diag(*blocks)
+
+
+def naive(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    before: Tensor | None,
+    after: Tensor | None,
+    *,
+    rows: ValueRows | None,
+    quantizer: FakeQuantizer,
+) -> Tensor:
+    """Compose dense matrices and the fake quantizer, whose own gradients are tested elsewhere."""
+    before, size = dense(before, INPUTS), OUTPUTS if rows is None else rows.num_blocks * (rows.stop - rows.start)
+    after = dense(after, size)
+    if before is not None:
+        weight = weight @ before
+    if after is not None and rows is None:
+        weight = after.T @ weight
+    elif after is not None and rows is not None:
+        chosen = torch.arange(OUTPUTS).view(rows.num_blocks, -1)[:, rows.start : rows.stop].flatten()
+        weight = weight.index_copy(0, chosen, after.T @ weight[chosen])
+    return F.linear(x, quantizer(weight), bias)
+
+
+def tensors(kind: str, *, bias: bool, dtype: torch.dtype = torch.float64) -> list[Tensor | None]:
+    """Draw x, bias, R and L, not even orthogonal, all of which need gradients; and the frozen weight, second."""
+    before, after, _ = SHAPES[kind]
+    drawn = [
+        normal(2, 5, INPUTS, seed=0, dtype=dtype),
+        normal(OUTPUTS, INPUTS, seed=1, dtype=dtype),
+        normal(OUTPUTS, seed=2, dtype=dtype) if bias else None,
+        None if before is None else normal(*before, seed=3, dtype=dtype),
+        None if after is None else normal(*after, seed=4, dtype=dtype),
+    ]
+    return [tensor if i == 1 or tensor is None else tensor.requires_grad_() for i, tensor in enumerate(drawn)]
+
+
+def gradients(result: Tensor, leaves: list[Tensor | None]) -> list[Tensor]:
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    return list(torch.autograd.grad(result, wanted, normal(*result.shape, seed=9).to(result.dtype)))
+
+
+@pytest.mark.parametrize("keep_codes", [False, True])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_result_and_gradients_equal_the_naive_composition(
+    kind: str, bias: bool, spec: QuantSpec, keep_codes: bool
+) -> None:
+    x, weight, b, before, after = leaves = tensors(kind, bias=bias)
+    rows, quantizer = SHAPES[kind][2], FakeQuantizer(spec)
+    expected = naive(*leaves, rows=rows, quantizer=quantizer)
+    result = rotated_linear(
+        x,
+        weight=weight,
+        bias=b,
+        quantizer=quantizer,
+        input_rotation=before,
+        output_rotation=after,
+        output_rows=rows,
+        keep_codes=keep_codes,
+    )
+    torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-11)
+    for mine, theirs in zip(gradients(result, leaves), gradients(expected, leaves), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
