@@ -103,6 +103,12 @@ def write_json(path: Path, content: Any) -> None:
     partial.replace(path)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what `write_json` wrote."""
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
 def parser(description: str | None, *, output: str, repetitions: int) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks have."""
     shared = argparse.ArgumentParser(

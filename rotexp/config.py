@@ -328,7 +328,6 @@ class Config:
     """One run; `profile` leaves a torch profiler trace of a few steps in its folder, and a table of where they went."""
 
     seed: int = 0
-    profile: bool = False
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
@@ -342,6 +341,7 @@ class Config:
     sync_mode: SyncConfig = field(default_factory=SyncConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    profile: bool = False
 
 
 class ExportFormat(Enum):

@@ -12,8 +12,9 @@ LANGUAGE_MODEL_PREFIXES = ("model.language_model.", "language_model.model.", "la
 RENAMED_MODULES = (
     ("mlp.gate.", "block_sparse_moe.gate."),
     ("mlp.router.", "block_sparse_moe.gate."),
+    ("lm_head.", "embed_out."),
 )
-"""Routers: as transformers 5 names them, and as Mixtral's and Phi-3.5-MoE's checkpoints do."""
+"""Modules as transformers 5 names them, and as the checkpoints of Mixtral, Phi-3.5-MoE and GPT-NeoX do."""
 
 EXPERT_TENSORS = (
     ("mlp.experts.gate_up_proj", "mlp.experts.{}.", ("gate_proj.weight", "up_proj.weight")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from rotexp.rotation.hadamard import is_constructible
 from rotexp.rotation.hooks import RotatedInput, RotatedOutput
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode
+
+LOGGER = logging.getLogger(__name__)
 
 Consumer = RotatedLinear | RotatedExperts | RotatedInput | RotatedOutput
 """What uses rotations: it can say what its parameters are with them baked in (`merged`), and let go (`release`)."""
@@ -134,7 +137,11 @@ def start_from_file(model: RotatedModel, rotation: RotationConfig, *, identity: 
     """
     if rotation.path is not None:
         loaded = load_rotations(Path(rotation.path))
-        assign_rotations(model.bank, loaded, model=identity, placements=model.placements, online=model.online)
+        replaced = assign_rotations(
+            model.bank, loaded, model=identity, placements=model.placements, online=model.online
+        )
+        for name, error in replaced.items():
+            LOGGER.warning(f"{rotation.path}: {name} was {error:.1e} from orthogonal; the nearest rotation is used")
 
 
 def draw_start(kind: RotationInit, shape: torch.Size | tuple[int, ...], *, name: str, seed: int) -> torch.Tensor:

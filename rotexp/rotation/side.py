@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
 class Side(Enum):
-    """What is rotated: the tokens' activations, or the weight."""
+    """What a rotation is applied to: the activations of all tokens, or the weight."""
 
     tokens = "tokens"
     weight = "weight"
@@ -32,61 +32,74 @@ class LinearShape:
     rotated_outputs: int | None = None
 
     @property
-    def for_columns(self) -> int:
-        """The multiply-adds of `W R`."""
-        return self.outputs * self.inputs * self.input_order
-
-    @property
-    def for_rows(self) -> int:
-        """The multiply-adds of `Lᵀ W`."""
-        return self.turned * self.inputs * self.output_order
-
-    @property
-    def turned(self) -> int:
+    def rotated_rows(self) -> int:
         """How many outputs the output rotation acts on."""
         return self.outputs if self.rotated_outputs is None else self.rotated_outputs
 
 
-def token_side(linears: Sequence[LinearShape], *, tokens: int, learned: bool) -> int:
-    """Count the multiply-adds, beyond the plain linears', of rotating the activations around linears of one input.
+@dataclass(frozen=True)
+class Sides:
+    """Where linears that read one input rotate it, and where each of them rotates its output."""
 
-    The input is rotated once for all of them. Learned rotations cost it twice more, for the gradients of the activation
-    and of the matrix.
-    """
-    width = linears[0].inputs * max(linear.input_order for linear in linears)
-    width += sum(linear.turned * linear.output_order for linear in linears)
-    return tokens * width * (3 if learned else 1)
+    input: Side
+    outputs: tuple[Side, ...]
 
 
-def weight_side(linears: Sequence[LinearShape], *, tokens: int, learned: bool, recomputed: bool = True) -> int:
-    """Count the multiply-adds, beyond the plain linears', of rotating the weights, each on its own.
-
-    Learned rotations cost the weight's gradient `Gᵀ x`, the products with it, and the rotated weight once more unless
-    it is kept.
-
-    Args:
-        linears: those that read one input.
-        tokens: how many rows the input has.
-        learned: whether the rotations get gradients.
-        recomputed: whether the backward pass rotates the weight anew (it does unless integer codes are kept).
-    """
-    return sum(_on_weight(linear, tokens=tokens, learned=learned, recomputed=recomputed) for linear in linears)
+def weight_sides(linears: Sequence[LinearShape]) -> Sides:
+    """Return the sides of quantized weights, which have to be rotated."""
+    return Sides(Side.weight, (Side.weight,) * len(linears))
 
 
-def _on_weight(linear: LinearShape, *, tokens: int, learned: bool, recomputed: bool) -> int:
-    rotation = linear.for_columns + linear.for_rows
-    if not learned or not rotation:
-        return rotation
-    between = linear.for_columns + linear.for_rows if linear.for_columns and linear.for_rows else 0  # W R and L D
-    gradients = tokens * linear.outputs * linear.inputs + rotation + between
-    return rotation * (2 if recomputed else 1) + gradients
-
-
-def cheaper_side(linears: Sequence[LinearShape], *, tokens: int, learned: bool) -> Side:
+def cheapest_sides(linears: Sequence[LinearShape], *, tokens: int, learned: bool) -> Sides:
     """Choose for unquantized linears that read one input; on a tie the tokens.
 
-    The choice depends on shapes alone, so that ranks with equal shapes choose alike. Quantized weights must be rotated.
+    The choice depends on shapes alone, so that ranks with equal shapes choose alike.
+
+    Args:
+        linears: all that read the input; they rotate it alike, since on the tokens' side it is rotated once for all.
+        tokens: how many rows the input has.
+        learned: whether the rotations get gradients.
     """
-    on_tokens = token_side(linears, tokens=tokens, learned=learned)
-    on_weights = weight_side(linears, tokens=tokens, learned=learned)
-    return Side.weight if on_weights < on_tokens else Side.tokens
+
+    def best(linear: LinearShape, side: Side) -> Side:
+        return min(Side, key=lambda output: cost(Sides(side, (output,)), [linear]))
+
+    def cost(sides: Sides, chosen: Sequence[LinearShape]) -> int:
+        return multiply_adds(chosen, sides, tokens=tokens, learned=learned)
+
+    options = [Sides(side, tuple(best(linear, side) for linear in linears)) for side in Side]
+    return min(options, key=lambda sides: cost(sides, linears))
+
+
+def multiply_adds(
+    linears: Sequence[LinearShape], sides: Sides, *, tokens: int, learned: bool, kept: bool = False
+) -> int:
+    """Count the multiply-adds of rotating around linears that read one input, beyond those of the plain linears.
+
+    Args:
+        linears, sides: as many outputs' sides as linears.
+        tokens: how many rows the input has.
+        learned: whether the rotations get gradients.
+        kept: whether rotated weights are kept for the backward pass (as integer codes).
+    """
+    rows, total = tokens * (3 if learned else 1), 0  # learned: also the gradients of activation and matrix
+    if sides.input is Side.tokens:
+        total += rows * linears[0].inputs * max(linear.input_order for linear in linears)
+        linears = [replace(linear, input_order=0) for linear in linears]
+    for linear, side in zip(linears, sides.outputs, strict=True):
+        if side is Side.tokens:
+            total += rows * linear.rotated_rows * linear.output_order
+            linear = replace(linear, output_order=0)
+        total += _on_weight(linear, tokens=tokens, learned=learned, kept=kept)
+    return total
+
+
+def _on_weight(linear: LinearShape, *, tokens: int, learned: bool, kept: bool) -> int:
+    """Count `Lᵀ W R` and, if learned, the weight's gradient, the products with it, and the weight once more."""
+    columns = linear.outputs * linear.inputs * linear.input_order
+    rows = linear.rotated_rows * linear.inputs * linear.output_order
+    if not learned or not columns + rows:
+        return columns + rows
+    between = columns + rows if columns and rows else 0  # W R for dL, and L D for dR
+    again = 0 if kept else columns + rows
+    return 2 * (columns + rows) + again + between + tokens * linear.outputs * linear.inputs

@@ -115,8 +115,9 @@ def test_a_model_that_is_not_there_is_refused(refusal: Refusal, tmp_path: Path) 
 
 
 def test_a_file_instead_of_a_folder_is_refused(refusal: Refusal, checkpoint: Path) -> None:
-    file = checkpoint / "model.safetensors"
-    assert refusal(f"model.path={file}") == f"model.path={file}: is a file; name a folder or a hub id"
+    file = checkpoint / "config.json"
+    allowed = "must be a folder, a hub id, or a .safetensors, .bin or .gguf file; name one"
+    assert refusal(f"model.path={file}") == f"model.path={file}: {allowed}"
 
 
 def test_a_folder_without_configuration_is_refused(refusal: Refusal, broken: Path) -> None:
@@ -128,9 +129,9 @@ def test_a_folder_without_configuration_is_refused(refusal: Refusal, broken: Pat
 def test_a_folder_without_weights_is_refused(refusal: Refusal, broken: Path) -> None:
     (broken / "model.safetensors").unlink()
     assert refusal(f"model.path={broken}").startswith(f"model.path={broken}: holds no weights; a folder with ")
-    (broken / "pytorch_model.bin").write_bytes(b"never opened")
+    (broken / "pytorch_model.bin").write_bytes(b"no weights")
     line = refusal(f"model.path={broken}")
-    assert line.startswith(f"model.path={broken}: has weights, but not as safetensors; a folder with ")
+    assert line.startswith(f"model.path={broken}/pytorch_model.bin: cannot be read as torch tensors (")
 
 
 def test_a_shard_that_the_index_names_but_is_missing_is_named(refusal: Refusal, broken: Path) -> None:
@@ -169,7 +170,7 @@ def test_an_architecture_not_yet_supported_is_named_with_those_that_are(refusal:
     change_config(broken, model_type="gpt2", architectures=["GPT2LMHeadModel"])
     line = refusal(f"model.path={broken}")
     assert "model_type=gpt2" in line
-    assert "not supported yet; supported: llama" in line
+    assert "not supported, and no supported one has its structure; supported: cohere" in line
 
 
 def test_an_unknown_or_missing_architecture_is_refused(refusal: Refusal, broken: Path) -> None:

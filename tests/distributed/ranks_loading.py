@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rotexp.config import ModelConfig, ModelSource, QuantConfig, RotationConfig, ShardingConfig, Strategy
 from rotexp.metrics.memory import peak_rss_bytes, reset_peaks
-from rotexp.models.arch import LLAMA
+from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model, open_checkpoint
 from rotexp.models.materialize import materialize
 from rotexp.rotation.placement import place
@@ -25,7 +25,7 @@ def load(folder: str) -> dict[str, Any]:
     reset_peaks(host)
     before = peak_rss_bytes()
     network = build_model(checkpoint, dtype=torch.float32)
-    model = place(network, LLAMA, RotationConfig(name="learned"), QuantConfig(name="none"), seed=0)
+    model = place(network, find_spec(network), RotationConfig(name="learned"), QuantConfig(name="none"), seed=0)
     effective = shard(
         network,
         ShardingConfig(Strategy.full),
@@ -34,7 +34,7 @@ def load(folder: str) -> dict[str, Any]:
         device_type="cpu",
         world_size=dist.get_world_size(),
     )
-    materialize(network, checkpoint, device=host)
+    materialize(network, checkpoint, device=host, added=model.added)
     grown = peak_rss_bytes() - before
     buffers = {name: buffer.numpy() for name, buffer in network.named_buffers() if "inv_freq" in name}
     weight = whole(network.get_parameter("model.layers.1.mlp.down_proj.weight"))

@@ -9,7 +9,9 @@ from ranks_families import CHANGES, compare_all
 from world import run_world
 
 STRATEGIES = {2: ["full"], 4: ["full", "hybrid"]}
-CASES = [(size, strategy, name) for size, strategies in STRATEGIES.items() for strategy in strategies for name in CHANGES]
+CASES = [
+    (size, strategy, name) for size, strategies in STRATEGIES.items() for strategy in strategies for name in CHANGES
+]
 Ranks = list[dict[tuple[str, str], dict[str, Any]]]
 
 

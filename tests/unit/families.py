@@ -112,7 +112,9 @@ FAMILIES = {
     "olmo2": Family("Olmo2Config", SHAPE, POST_NORMS),
     "mixtral": Family("MixtralConfig", SHAPE | {"num_local_experts": 5}),
     "qwen2_moe": Family("Qwen2MoeConfig", SHAPE | EXPERTS | {"shared_expert_intermediate_size": 28}),
-    "qwen3_moe with a dense layer": Family("Qwen3MoeConfig", SHAPE | EXPERTS | {"head_dim": 12, "mlp_only_layers": [0]}),
+    "qwen3_moe with a dense layer": Family(
+        "Qwen3MoeConfig", SHAPE | EXPERTS | {"head_dim": 12, "mlp_only_layers": [0]}
+    ),
     "olmo": Family("OlmoConfig", SHAPE, "layer"),
     "cohere": Family("CohereConfig", SHAPE | {"use_qk_norm": True, "logit_scale": 0.25}, "layer"),
     "cohere2": Family("Cohere2Config", SHAPE | SLIDING, "layer"),
@@ -150,9 +152,7 @@ WANTED: dict[str, Callable[[Family], RotationConfig]] = {
     "r3": lambda family: RotationConfig(r1=False, r2=False, r3=family.reachable),
     "r4": lambda _: RotationConfig(r1=False, r2=False, r4=True),
     "all": lambda family: RotationConfig(r1=family.has_r1, r2=True, r3=family.reachable, r4=True),
-    "blocks": lambda family: RotationConfig(
-        r1=family.has_r1, r2=True, r3=family.reachable, r4=True, block_size=BLOCK
-    ),
+    "blocks": lambda family: RotationConfig(r1=family.has_r1, r2=True, r3=family.reachable, r4=True, block_size=BLOCK),
 }
 """Each rotation alone and all of them, as far as a family lets them exist."""
 

@@ -16,6 +16,7 @@ OURS = "rotexp"
 ORDER = (
     "train",
     "export",
+    "inspect",
     "command_line",
     "wrong_request",
     "launch",
@@ -132,7 +133,7 @@ def test_sharding_and_synchronization_do_not_know_what_is_trained(above: str) ->
 
 def test_only_the_entry_and_the_command_line_know_hydra() -> None:
     command_line = {"rotexp.train", "rotexp.command_line", "rotexp.wrong_request"}
-    reading = {"rotexp.export", "rotexp.config", "rotexp.compose", "rotexp.finished_run"}
+    reading = {"rotexp.export", "rotexp.inspect", "rotexp.config", "rotexp.compose", "rotexp.finished_run"}
     assert users_of("hydra") == command_line
     assert users_of("omegaconf") <= command_line | reading
 

@@ -15,7 +15,8 @@ from omegaconf import DictConfig
 from rotexp.command_line import run_command
 from rotexp.launch.signals import Interrupted
 
-MODELS = "choose one of hf, random_llama, smollm2_135m, smollm2_135m_gguf, tiny"
+PRESETS = Path(__file__).parents[2] / "conf" / "model"
+MODELS = f"choose one of {', '.join(sorted(path.stem for path in PRESETS.glob('*.yaml')))}"
 TRAIN_KEYS = "train has steps, micro_batch_size, max_grad_norm, lr_schedule, warmup_steps, log_every"
 
 REFUSED: dict[str, list[str]] = {
@@ -58,8 +59,8 @@ REFUSED: dict[str, list[str]] = {
     "train.micro_batch_size=x": ["train.micro_batch_size=x: must be a whole number or null; change it"],
     "optimizer.lr=abc": ["optimizer.lr=abc: must be a number; change it"],
     "optimizer.lr=-1": ["optimizer.lr=-1.0 is not a number in (0, 3.142) ", "; choose another"],
-    "rotation.r1=2.5": ["rotation.r1=2.5: must be true or false; change it"],
-    "model.dtype=float8": ["model.dtype=float8: must be one of float32, bfloat16, float16; change it"],
+    "rotation.r1=2.5": ["rotation.r1=2.5: must be true or false or null; change it"],
+    "model.dtype=float8": ["model.dtype=float8: must be one of auto, float32, bfloat16, float16; change it"],
     "optimizer.solver=qr": ["optimizer.solver=qr: must be one of exact, fixed_point; change it"],
     "model.path=[a]": ["model.path=[a]: must be text or null; change it"],
     "quant.weights=4": ["quant.weights=4: must be set key by key; name one of quant.weights.bits, "],
@@ -188,7 +189,7 @@ def test_the_process_ends_with_code_2_and_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        (["--help"], ["Train the rotations", "model: hf, random_llama, smollm2_135m", "global_batch_size: 8"]),
+        (["--help"], ["Train the rotations", "random_llama, smollm2_135m", "global_batch_size: 8"]),
         (["--cfg", "job", "--resolve"], ["steps: 80", "source: tiny", "step_rule: angle"]),
         (["--cfg", "job", "--resolve", "model=random_llama", "train.steps=7"], ["steps: 7", "source: random"]),
     ],

@@ -416,7 +416,7 @@ def other(value: Any) -> Any:
         case list():
             return [*value, "another"]
         case Null(annotation):
-            return {"int | None": 3, "str | None": "text", "Dtype | None": Dtype.float16}[annotation]
+            return {"int | None": 3, "bool | None": True, "str | None": "text", "Dtype | None": Dtype.float16}[annotation]
         case _:
             return f"{value} another"
 

@@ -207,7 +207,9 @@ def test_merged_weights_quantized_are_what_forward_used(name: str) -> None:
     merged = case.layer.merged()
     residual = case.bank["R1"].detach()
     torch.testing.assert_close(merged["gate_up_proj"], case.gate_up @ residual)
-    torch.testing.assert_close(merged["down_proj"], residual.T @ case.down @ HadamardTransform(INNER).matrix(torch.float64))
+    torch.testing.assert_close(
+        merged["down_proj"], residual.T @ case.down @ HadamardTransform(INNER).matrix(torch.float64)
+    )
     case.layer.load_state_dict(merged)
     case.layer.release()
     case.layer.refresh()

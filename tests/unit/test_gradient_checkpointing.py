@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rotexp.config import ModelConfig, ModelSource, QuantConfig, RotationConfig
-from rotexp.models.arch import LLAMA
+from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model, checkpoint_layers, open_checkpoint
 from rotexp.models.materialize import materialize
 from rotexp.quant.spec import QuantSpec
@@ -19,10 +19,10 @@ def gradients(*, checkpointed: bool) -> tuple[list[torch.Tensor], int]:
     checkpoint = open_checkpoint(ModelConfig(name="random", source=ModelSource.random, size="nano"), seed=0)
     network = build_model(checkpoint, dtype=torch.float32)
     if checkpointed:
-        checkpoint_layers(network, LLAMA)
+        checkpoint_layers(network, find_spec(network))
     quant = QuantConfig("w4a4", weights=QuantSpec(4), activations=QuantSpec(4, symmetric=False))
-    model = place(network, LLAMA, RotationConfig(name="learned"), quant, seed=0)
-    materialize(network, checkpoint, device=torch.device("cpu"))
+    model = place(network, find_spec(network), RotationConfig(name="learned"), quant, seed=0)
+    materialize(network, checkpoint, device=torch.device("cpu"), added=model.added)
     runs: list[nn.Module] = []
     network.get_submodule("model.layers.0.mlp").register_forward_pre_hook(lambda module, _: runs.append(module))
     with model.mode.set(rotate=True, quantize=True):

@@ -14,8 +14,8 @@ from rotexp.config import RotationConfig, RotationInit
 from rotexp.rotation.bank import RotationBank
 from rotexp.rotation.hadamard import random_orthogonal
 from rotexp.rotation.invariance import check_invariance, relative_error, trace
-from rotexp.rotation.linear import RotatedEmbedding, RotatedLinear
-from rotexp.rotation.merge import bake_online
+from rotexp.rotation.linear import RotatedLinear
+from rotexp.rotation.merge import prepare
 from rotexp.rotation.norms import fold_norms
 
 Factory = Callable[..., Any]
@@ -78,7 +78,7 @@ def test_rotations_really_act_on_residual_stream_values_and_down_projection_inpu
     model = rotated(llama(attention_bias=True, mlp_bias=True), PLACEMENTS["all"])
     seen: dict[str, Tensor] = {}
     for name, module in model.network.named_modules():
-        if isinstance(module, RotatedLinear | RotatedEmbedding):
+        if isinstance(module, RotatedLinear | torch.nn.Embedding):
             module.register_forward_hook(lambda module, inputs, output, name=name: seen.__setitem__(name, output))
     logits(model, token_ids, rotate=False)
     plain = dict(seen)
@@ -124,10 +124,10 @@ def test_folding_leaves_unit_gains_and_the_same_model(llama: Factory, rotated: F
     assert 0.0 < relative_error(source(token_ids).logits, logits(model, token_ids, rotate=False)) <= 1e-5
 
 
-def prove(model: Any, token_ids: Tensor, prepare: Callable[[], None], *, dtype: torch.dtype = torch.float32) -> float:
-    """Check the rotated model after `prepare` against what it was before, as a run does."""
+def prove(model: Any, token_ids: Tensor, change: Callable[[], None], *, dtype: torch.dtype = torch.float32) -> float:
+    """Check the rotated model after `change` against what it was before, as a run does."""
     original = trace(model, token_ids, rotate=False)
-    prepare()
+    change()
     prepared = trace(model, token_ids, rotate=True)
     return check_invariance(original, prepared, layers=model.spec.layers, dtype=dtype)
 
@@ -139,16 +139,13 @@ def test_the_proof_passes_a_right_preparation_and_returns_its_error(
     source = llama(attention_bias=True, mlp_bias=True, dtype=dtype)
     model = rotated(source, PLACEMENTS["all"], ready=False)
 
-    def prepare() -> None:
-        fold_norms(model.network, model.spec)
-        bake_online(model)
-
-    error = prove(model, token_ids, prepare, dtype=dtype)
+    error = prove(model, token_ids, lambda: prepare(model), dtype=dtype)
     assert error == relative_error(source(token_ids).logits.float(), logits(model, token_ids, rotate=True).float())
 
 
 def test_the_traced_residual_stream_is_rotated_back(llama: Factory, rotated: Factory, token_ids: Tensor) -> None:
     model = rotated(llama(attention_bias=True, mlp_bias=True))
+    hooks = [dict(module._forward_hooks) for module in model.network.modules()]
     plain, turned = (trace(model, token_ids, rotate=rotate) for rotate in (False, True))
     assert len(plain.layers) == 2
     for before, after in zip(plain.layers, turned.layers, strict=True):
@@ -157,7 +154,7 @@ def test_the_traced_residual_stream_is_rotated_back(llama: Factory, rotated: Fac
     model.bank.prune(["R1"])
     model.bank.add("R1", matrix)
     assert relative_error(plain.layers[1], trace(model, token_ids, rotate=True).layers[1]) < 1e-5
-    assert not any(module._forward_hooks for module in model.network.modules())
+    assert [dict(module._forward_hooks) for module in model.network.modules()] == hooks
 
 
 def test_a_bias_left_unrotated_is_found_in_its_layer(
@@ -181,19 +178,19 @@ def test_centered_embeddings_are_found_from_the_first_layer_on(
 ) -> None:
     model = rotated(llama(), ready=False)
 
-    def prepare() -> None:
+    def change() -> None:
         fold_norms(model.network, model.spec)
         embedding = model.network.model.embed_tokens.weight
         embedding.sub_(embedding.mean(-1, keepdim=True))
 
     with pytest.raises(ArithmeticError, match=r"worst layer model\.layers\.\d .*first exceeded in model\.layers\.0$"):
-        prove(model, token_ids, prepare)
+        prove(model, token_ids, change)
 
 
 def test_a_gain_that_is_not_folded_is_found_in_its_layer(llama: Factory, rotated: Factory, token_ids: Tensor) -> None:
     model = rotated(llama(), PLACEMENTS["r1"], ready=False)
 
-    def prepare() -> None:
+    def change() -> None:
         norm = model.network.model.layers[1].post_attention_layernorm
         gain = norm.weight.clone()
         fold_norms(model.network, model.spec)
@@ -203,7 +200,7 @@ def test_a_gain_that_is_not_folded_is_found_in_its_layer(llama: Factory, rotated
         norm.weight.copy_(gain)
 
     with pytest.raises(ArithmeticError, match=r"worst layer model\.layers\.1 .*first exceeded in model\.layers\.1$"):
-        prove(model, token_ids, prepare)
+        prove(model, token_ids, change)
 
 
 def test_a_gain_dropped_instead_of_folded_is_found_in_the_head(
@@ -211,50 +208,50 @@ def test_a_gain_dropped_instead_of_folded_is_found_in_the_head(
 ) -> None:
     model = rotated(llama(), ready=False)
 
-    def prepare() -> None:
+    def change() -> None:
         head, gain = model.network.lm_head.weight, model.network.model.norm.weight.clone()
         fold_norms(model.network, model.spec)
         head.div_(gain)
 
     with pytest.raises(ArithmeticError, match=r"worst layer model\.layers\.\d .*every layer is within it.*the head"):
-        prove(model, token_ids, prepare)
+        prove(model, token_ids, change)
 
 
 def test_a_hadamard_without_its_counterpart_is_found(llama: Factory, rotated: Factory, token_ids: Tensor) -> None:
     model = rotated(llama(), PLACEMENTS["r4"], ready=False)
 
-    def prepare() -> None:
+    def change() -> None:
         weight = model.network.model.layers[0].mlp.down_proj.weight
         kept = weight.clone()
-        bake_online(model)
+        prepare(model)
         weight.copy_(kept)
 
     with pytest.raises(ArithmeticError, match=r"worst layer model\.layers\.\d .*first exceeded in model\.layers\.0$"):
-        prove(model, token_ids, prepare)
+        prove(model, token_ids, change)
 
 
 def test_a_matrix_that_is_not_orthogonal_is_found(llama: Factory, rotated: Factory, token_ids: Tensor) -> None:
     model = rotated(llama(), ready=False)
 
-    def prepare() -> None:
+    def change() -> None:
         fold_norms(model.network, model.spec)
         model.bank.assign({"R2_1": 1.001 * model.bank["R2_1"]})
 
     with pytest.raises(ArithmeticError, match=r"first exceeded in model\.layers\.1$"):
-        prove(model, token_ids, prepare)
+        prove(model, token_ids, change)
 
 
 def test_logits_that_are_not_numbers_do_not_pass(llama: Factory, rotated: Factory, token_ids: Tensor) -> None:
     model = rotated(llama(), ready=False)
 
-    def prepare() -> None:
+    def change() -> None:
         fold_norms(model.network, model.spec)
         model.network.model.layers[1].mlp.down_proj.weight.fill_(float("nan"))
 
     with pytest.raises(
         ArithmeticError, match=r"by nan .*worst layer model\.layers\.1 .*first exceeded in model\.layers\.1$"
     ):
-        prove(model, token_ids, prepare)
+        prove(model, token_ids, change)
 
 
 def test_a_model_without_rotations_has_an_empty_bank(llama: Factory, rotated: Factory) -> None:

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from rotexp.config import QuantConfig, RotationConfig
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
-from rotexp.rotation.attention import CacheQuantizer
+from rotexp.rotation.attention import PREFIX, Cache
 from rotexp.rotation.invariance import relative_error
 
 Factory = Callable[..., Any]
@@ -90,7 +90,7 @@ def test_switched_off_the_logits_are_those_of_plain_attention_bit_for_bit(
     source = llama(attention_bias=True)
     model = rotated(source, NO_ROTATION, ONLY_KV, ready=False)
     assert source.config._attn_implementation == "sdpa"
-    assert model.network.config._attn_implementation == "rotexp"
+    assert model.network.config._attn_implementation == PREFIX + "sdpa"
     assert torch.equal(model.logits(token_ids), source(token_ids).logits)
     with model.mode.set(rotate=False, quantize=True):
         assert relative_error(source(token_ids).logits, model.logits(token_ids)) > 1e-3
@@ -140,7 +140,7 @@ def test_the_cache_quantizer_is_attached_but_not_registered(llama: Factory, rota
     source = llama()
     model = rotated(source, NO_ROTATION, ONLY_KV)
     for layer in model.network.model.layers:
-        assert isinstance(layer.self_attn.cache_quantizer, CacheQuantizer)
+        assert isinstance(layer.self_attn.cache, Cache)
     assert set(model.network.state_dict()) == set(source.state_dict())
 
 

@@ -162,7 +162,9 @@ def test_norms_of_two_kinds_are_refused_or_r1_left_out() -> None:
     with pytest.raises(ValueError, match=r"rotation\.r1=true: cannot act: some of the norms subtract the mean"):
         rotated(source, RotationConfig(r1=True))
     model = rotated(source, RotationConfig())
-    assert model.warnings == ["R1 is left out: some of the norms subtract the mean and some do not, so R1 cannot pass them"]
+    assert model.warnings == [
+        "R1 is left out: some of the norms subtract the mean and some do not, so R1 cannot pass them"
+    ]
     assert "R1" not in model.bank
     assert len(model.bank) == 2
 
@@ -172,7 +174,9 @@ def test_a_norm_that_cannot_be_folded_is_named_where_r1_is_refused_or_left_out()
     odd = Function(lambda x, gain: torch.tanh(x) * gain)
     odd.weight = nn.Parameter(torch.ones(48), requires_grad=False)
     source.model.layers[1].post_attention_layernorm = odd
-    with pytest.raises(ValueError, match=r"cannot act: model\.layers\.1\.post_attention_layernorm: Function is neither"):
+    with pytest.raises(
+        ValueError, match=r"cannot act: model\.layers\.1\.post_attention_layernorm: Function is neither"
+    ):
         rotated(source, RotationConfig(r1=True))
     model = rotated(source, RotationConfig())
     assert [warning.split(":")[1].strip() for warning in model.warnings] == ["model.layers.1.post_attention_layernorm"]

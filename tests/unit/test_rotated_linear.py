@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rotexp.config import QuantConfig
+from rotexp.models.arch import ValueRows
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import RotationBank
 from rotexp.rotation.hadamard import HadamardTransform, random_orthogonal
-from rotexp.rotation.linear import RotatedEmbedding, RotatedLinear
+from rotexp.rotation.hooks import RotatedInput, RotatedOutput
+from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode
 
 INPUTS, OUTPUTS = 24, 16
@@ -255,20 +257,61 @@ def test_merged_tensors_are_rotated_whatever_the_mode_and_serve_without_rotation
         assert torch.equal(case.layer(x), before)
 
 
-def test_the_embedding_rotates_its_rows() -> None:
+def test_a_hook_rotates_an_embeddings_rows() -> None:
     bank, mode = RotationBank(), Mode()
     matrix = random_orthogonal(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     embedding = nn.Embedding(11, 8, padding_idx=3, dtype=torch.float64).requires_grad_(False)
     table, token_ids = embedding.weight.clone(), torch.tensor([[0, 3, 10], [5, 5, 1]])
-    layer = RotatedEmbedding(embedding, mode=mode, rotation=bank.add("R1", matrix))
-    assert torch.equal(layer(token_ids), table[token_ids])
+    hook = RotatedOutput(embedding, mode=mode, rotation=bank.add("R1", matrix))
+    assert torch.equal(embedding(token_ids), table[token_ids])
     mode.rotate = True
-    torch.testing.assert_close(layer(token_ids), table[token_ids] @ matrix)
-    torch.testing.assert_close(layer.merged()["weight"], table @ matrix)
-    assert list(layer.state_dict()) == ["weight"]
-    layer(token_ids).sum().backward()
-    assert layer.weight.grad is None
+    torch.testing.assert_close(embedding(token_ids), table[token_ids] @ matrix)
+    torch.testing.assert_close(hook.merged()["weight"], table @ matrix)
+    assert list(embedding.state_dict()) == ["weight"]
+    embedding(token_ids).sum().backward()
+    assert embedding.weight.grad is None
     assert bank["R1"].grad is not None
+    hook.release()
+    assert torch.equal(embedding(token_ids), table[token_ids])
+
+
+def test_a_hook_rotates_back_what_a_reader_reads() -> None:
+    bank, mode = RotationBank(), Mode()
+    matrix = random_orthogonal(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    reader = nn.Linear(8, 5, dtype=torch.float64).requires_grad_(False)
+    x = normal(3, 8, seed=1)
+    plain = F.linear(x, reader.weight, reader.bias)
+    hook = RotatedInput(reader, mode=mode, rotation=bank.add("R1", matrix))
+    assert torch.equal(reader(x), plain)
+    mode.rotate = True
+    torch.testing.assert_close(reader(x @ matrix), plain)
+    torch.testing.assert_close(hook.merged()["weight"], reader.weight @ matrix)
+    reader(x).sum().backward()
+    assert bank["R1"].grad is not None
+    hook.release()
+    assert torch.equal(reader(x), plain)
+
+
+@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS.keys())
+@pytest.mark.parametrize("rows", [ValueRows(1, 8, 16), ValueRows(1, 0, 8), ValueRows(2, 4, 8), ValueRows(1, 4, 8)])
+def test_an_output_rotation_may_act_on_some_rows(rows: ValueRows, specs: tuple[QuantSpec, QuantSpec]) -> None:
+    case = make(specs=specs)
+    case.layer.output_rows = rows
+    chosen = torch.zeros(rows.num_blocks, OUTPUTS // rows.num_blocks, dtype=torch.bool)
+    chosen[:, rows.start : rows.stop] = True
+    chosen = chosen.flatten()
+    after = torch.eye(OUTPUTS, dtype=torch.float64)
+    after[chosen.outer(chosen)] = torch.block_diag(*[case.bank["R_4"].detach()] * (int(chosen.sum()) // 4)).flatten()
+    x = normal(2, 5, INPUTS, seed=4)
+    for quantize in (False, True):
+        weight_spec, input_spec = specs if quantize else (OFF, OFF)
+        weight = reference_quantize(after.T @ case.weight @ case.before, weight_spec)
+        expected = reference_quantize(x, input_spec) @ weight.T + case.bias @ after
+        with case.mode.set(rotate=True, quantize=quantize):
+            torch.testing.assert_close(case.layer(x), expected, rtol=1e-11, atol=1e-11)
+    merged = case.layer.merged()
+    torch.testing.assert_close(merged["weight"], after.T @ case.weight @ case.before)
+    torch.testing.assert_close(merged["bias"], case.bias @ after)
 
 
 def test_a_copied_layer_shares_nothing() -> None:

@@ -1,0 +1,250 @@
+"""What one rank of a sharded step does; started by `torch.distributed.run`, rank 0 writes what was found as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import facts, flops
+from benchmarks.collectives import CollectiveCounter, measure_wire
+from benchmarks.step import synchronizer
+from benchmarks.variants import (
+    LIMIT,
+    MAX_GRAD_NORM,
+    QUANTIZERS,
+    Workload,
+    load_network,
+    rotated_model,
+)
+from rotexp.config import ShardingConfig, Strategy, SyncConfig, SyncMode
+from rotexp.metrics.memory import peaks, reset_peaks
+from rotexp.optim.cayley_sgd import CayleySGD
+from rotexp.sharding.communication import Communication
+from rotexp.sharding.strategies import shard
+from rotexp.sync.guard import UnshardGuard, install
+from rotexp.training.coordinator import Coordinator
+from rotexp.training.objectives import CrossEntropy
+
+TIMEOUT_SECONDS = 1800
+
+
+@dataclasses.dataclass(frozen=True)
+class RankRequest:
+    """One world to measure; `batch` is of all ranks together, and `modes` are the guard's, one after the other."""
+
+    variant: str = "w16a4"
+    model: str = "135m"
+    batch: int = 4
+    tokens: int = 256
+    strategy: str = "full"
+    modes: tuple[str, ...] = ("off",)
+    steps: int = 3
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int = 1
+
+    def arguments(self) -> list[str]:
+        """Return it as command-line options."""
+        fields = dataclasses.asdict(self) | {"modes": ",".join(self.modes)}
+        return [text for name, value in fields.items() for text in (f"--{name}", str(value))]
+
+
+def run_world(
+    request: RankRequest, output: Path, *, world_size: int, timeout: float = TIMEOUT_SECONDS
+) -> dict[str, Any]:
+    """Start the ranks of a request as processes of this machine, and return what rank 0 wrote.
+
+    Raises:
+        RuntimeError: a rank failed, or they took longer than `timeout` seconds.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = [_start(request, output, rank, world_size=world_size, port=port) for rank in range(world_size)]
+    limit = time.monotonic() + timeout
+    try:
+        errors = [process.communicate(timeout=max(0.1, limit - time.monotonic()))[1] for process in processes]
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{world_size} ranks took longer than {timeout:.0f} s") from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    failed = [rank for rank, process in enumerate(processes) if process.returncode]
+    if failed:
+        raise RuntimeError(f"rank {failed[0]} of {world_size} failed: {errors[failed[0]][-1000:]}")
+    return facts.read_json(output)
+
+
+def _start(
+    request: RankRequest, output: Path, rank: int, *, world_size: int, port: int
+) -> subprocess.Popen[str]:
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(request.threads),
+    }
+    command = [sys.executable, "-m", "benchmarks.ranks", "--output", str(output), *request.arguments()]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def measure_rank(request: RankRequest) -> dict[str, Any]:
+    """Shard, step in every mode of the guard, and return the figures of this rank.
+
+    Raises:
+        ValueError: the ranks do not divide the batch.
+    """
+    world_size, device = dist.get_world_size(), _device(request)
+    if request.batch % world_size:
+        raise ValueError(f"--batch {request.batch}: must be a multiple of the {world_size} ranks; choose another")
+    workload = Workload(request.model, request.batch, request.tokens, getattr(torch, request.dtype), device)
+    step, network = _sharded_step(request, workload)
+    step()  # allocates, and fixes FSDP's dtypes
+    modes = {mode: _measure_mode(step, network, request, mode) for mode in request.modes}
+    return {"world_size": world_size, "request": dataclasses.asdict(request), "modes": modes, **_count(step, device)}
+
+
+def _device(request: RankRequest) -> torch.device:
+    if request.device == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _sharded_step(request: RankRequest, workload: Workload) -> tuple[Callable[[], None], Any]:
+    """Return this rank's training step on its share of the batch, and the sharded network."""
+    network = load_network(workload)
+    quantizer = next(iter(QUANTIZERS)) if request.variant == LIMIT else request.variant
+    model = rotated_model(network, quantizer)
+    model.mode.rotate = model.mode.quantize = request.variant != LIMIT
+    communication = Communication(rank=dist.get_rank(), world_size=dist.get_world_size(), device=workload.device)
+    shard(
+        model.network,
+        ShardingConfig(Strategy[request.strategy]),
+        units=model.units,
+        ignored=set(model.bank.parameters()),
+        device_type=workload.device.type,
+        world_size=communication.world_size,
+    )
+    coordinator = Coordinator(model.network, communication)
+    coordinator.broadcast()
+    optimizer = CayleySGD([matrix for _, matrix in model.bank.items()], lr=0.1)
+    objective = CrossEntropy()
+    share = request.batch // communication.world_size
+    first = communication.rank * share
+    vocabulary = network.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    token_ids = workload.token_ids(vocabulary)[first : first + share]
+    if request.variant == LIMIT:
+        _require_gradient_of_embeddings(model.network)
+
+    def step() -> None:
+        loss = objective(model, token_ids)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if request.variant != LIMIT:
+            coordinator.consolidate(loss.detach())
+            coordinator.clip(MAX_GRAD_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step, model.network
+
+
+def _require_gradient_of_embeddings(network: Any) -> None:
+    network.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
+
+
+def _measure_mode(step: Callable[[], None], network: Any, request: RankRequest, mode: str) -> dict[str, Any]:
+    """Time the step under one mode of the guard; return seconds a step, the guard's counts and the peaks."""
+    device = _device(request)
+    guard = install(network, SyncConfig(SyncMode[mode]))
+    with contextlib.ExitStack() as undo:
+        if guard is not None:
+            undo.callback(guard.remove)
+        reset_peaks(device)
+        seconds = [_timed_together(step, device) for _ in range(request.steps)]
+    return {"seconds": seconds, **_guard_figures(guard, request.steps), **peaks(device)}
+
+
+def _timed_together(step: Callable[[], None], device: torch.device) -> float:
+    """Return what one step of all ranks takes, from their common start to the last one's end."""
+    wait = synchronizer(device)
+    wait()
+    dist.barrier()
+    began = time.perf_counter()
+    step()
+    wait()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def _guard_figures(guard: UnshardGuard | None, steps: int) -> dict[str, float]:
+    if guard is None:
+        return {}
+    counts = guard.counts
+    return {
+        "unshards_per_step": counts.num_unshards / steps,
+        "barriers_per_step": counts.barriers / steps,
+        "waited_s_per_step": counts.seconds / steps,
+    }
+
+
+def _count(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
+    """Count one step's collectives and operations, and measure what the wire does."""
+    world_size = dist.get_world_size()
+    with CollectiveCounter() as counter:
+        step()
+    seen = counter.seen
+    largest = max(seen.num_bytes.values(), default=4) // max(max(seen.counts.values(), default=1), 1)
+    wire = measure_wire(large_bytes=max(largest, 4096), device=device)
+    return {
+        "collectives": dict(seen.counts),
+        "bytes": dict(seen.num_bytes),
+        "received_bytes": seen.received_bytes(world_size=world_size),
+        "wire": dataclasses.asdict(wire),
+        "predicted_s": wire.seconds(seen, world_size=world_size),
+        "flops": flops.count_flops(step),
+    }
+
+
+def _modes(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Be the rank that the environment says this process is."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--output", type=Path, required=True)
+    for option in dataclasses.fields(RankRequest):
+        read: Any = _modes if option.name == "modes" else type(option.default)
+        parser.add_argument(f"--{option.name}", type=read, default=option.default)
+    options = vars(parser.parse_args(arguments))
+    output = options.pop("output")
+    request = RankRequest(**options)
+    torch.set_num_threads(request.threads)
+    dist.init_process_group("nccl" if request.device == "cuda" else "gloo")
+    figures = measure_rank(request)
+    if dist.get_rank() == 0:
+        facts.write_json(output, figures)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # a finalizing interpreter ends the group's threads in the middle of C++, which aborts (Python < 3.14)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Time from a command to its help text and to its first training step: `python -m benchmarks.startup`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import facts
+from benchmarks.timing import Spread, interleave, spread
+
+TIMEOUT_SECONDS = 1800
+POLL_SECONDS = 0.01
+
+BARE = "import torch, transformers"
+"""What any program of this kind must import: the limit that a first step is measured against."""
+
+SHORT = ("tracker=jsonl", "train.steps=1", "evaluation.max_windows=1")
+
+
+def run_command(arguments: Sequence[str]) -> None:
+    """Run Python with some arguments to its end.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    subprocess.run(
+        [sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=TIMEOUT_SECONDS
+    )
+
+
+def first_step(overrides: Sequence[str], folder: Path) -> dict[str, float]:
+    """Start a training, and return when it had logged its first step and what its phases took, in seconds.
+
+    Raises:
+        RuntimeError: it ended without a step.
+    """
+    command = [sys.executable, "-m", "rotexp.train", *SHORT, f"hydra.run.dir={folder}", *overrides]
+    began = time.perf_counter()
+    errors = folder.with_suffix(".err")
+    with errors.open("w") as stream, subprocess.Popen(command, stdout=stream, stderr=stream) as process:
+        while not has_step(folder / "metrics.jsonl"):
+            if process.poll() is not None:
+                raise RuntimeError(f"{' '.join(command)} ended without a step: {errors.read_text()[-500:]}")
+            time.sleep(POLL_SECONDS)
+        taken = time.perf_counter() - began
+        process.wait(timeout=TIMEOUT_SECONDS)
+    phases = json.loads((folder / "summary.json").read_text())["time"]
+    return {"first_step_s": taken, **phases}
+
+
+def has_step(metrics: Path) -> bool:
+    """Return whether a file of metrics holds a training step."""
+    return metrics.exists() and '"train/loss"' in metrics.read_text()
+
+
+def measure(models: Sequence[str], *, repetitions: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Time the help text, the bare imports and every model's first step, in turn.
+
+    Returns:
+        A row a command, and for every first step what its phases took.
+    """
+    phases: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as place:
+
+        def train(model: str) -> None:
+            overrides = _overrides(model)
+            found = first_step(overrides, Path(place) / f"{len(phases)}")
+            phases.append({"model": model, **found})
+
+        runs: dict[str, Callable[[], object]] = {
+            "python -c pass": partial(run_command, ["-c", "pass"]),
+            f"python -c '{BARE}'": partial(run_command, ["-c", BARE]),
+            "python -m rotexp.train --help": partial(run_command, ["-m", "rotexp.train", "--help"]),
+            **{f"first step of {model}": partial(train, model) for model in models},
+        }
+        seconds = interleave(runs, repetitions=repetitions, warmup=1)
+    for model in models:  # the whole run is longer than what is asked: take the moment of its first step
+        steps = [row["first_step_s"] for row in phases if row["model"] == model]
+        seconds[f"first step of {model}"] = steps[-repetitions:]
+    return [{"command": name, "seconds": dataclasses.asdict(spread(kept))} for name, kept in seconds.items()], phases
+
+
+def _overrides(model: str) -> list[str]:
+    return ["model=tiny"] if model == "tiny" else ["model=random_llama", f"model.size={model}"]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> facts.Table:
+    """Return the figures for people."""
+    cells = [[row["command"], Spread(**row["seconds"]).text()] for row in rows]
+    return facts.make_table("From command to …", ("command", "seconds (quartiles)"), cells)
+
+
+def phase_table(phases: Sequence[dict[str, Any]]) -> facts.Table:
+    """Return what the phases of each model's last run took, in seconds."""
+    last = {row["model"]: row for row in phases}
+    names = [name for name in next(iter(last.values()), {}) if name not in ("model", "first_step_s")]
+    cells = [[model, *(f"{row.get(name, 0.0):.2f}" for name in names)] for model, row in last.items()]
+    return facts.make_table("Phases of the last run (s)", ("model", *names), cells)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and write the figures."""
+    parser = facts.parser(__doc__, output="startup.json", repetitions=5)
+    parser.add_argument("--models", nargs="*", default=["tiny", "135m"], help="tiny, or sizes of model=random_llama")
+    options = parser.parse_args(arguments)
+    rows, phases = measure(options.models, repetitions=options.repetitions)
+    tables = [table(rows), *([phase_table(phases)] if phases else [])]
+    facts.report(options.output, tables, {"startup": rows, "phases": phases})
+
+
+if __name__ == "__main__":
+    main()
