@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections import Counter
@@ -55,25 +54,18 @@ def _name(func: Any) -> str:
 
 @dataclass(frozen=True)
 class Wire:
-    """What an all-gather costs: seconds of each call, and received bytes a second."""
+    """What an all-gather of a few bytes takes in seconds, and how many bytes a second a rank receives by a large one."""
 
     seconds_per_call: float
     bytes_per_second: float
 
-    def seconds(self, collectives: Collectives, *, world_size: int) -> float:
-        """Predict what collectives cost if nothing overlaps them."""
-        calls = collectives.counts.total() * self.seconds_per_call
-        return calls + collectives.received_bytes(world_size=world_size) / self.bytes_per_second
-
 
 def measure_wire(*, large_bytes: int, device: torch.device, repetitions: int = 5) -> Wire:
-    """Time all-gathers of a few bytes and of `large_bytes` (the gathered size) in the default group."""
+    """Time all-gathers of a few bytes and of `large_bytes` (the gathered size) in the default group, of two or more."""
     world_size = dist.get_world_size()
-    if world_size == 1:
-        return Wire(0.0, math.inf)
+    assert world_size > 1, "a world of one has no wire"
     small, large = (_all_gather_seconds(size, device, repetitions) for size in (4 * world_size, large_bytes))
-    received = large_bytes * (world_size - 1) / world_size
-    return Wire(small, received / max(large - small, 1e-9))
+    return Wire(small, large_bytes * (world_size - 1) / world_size / large)
 
 
 def _all_gather_seconds(num_bytes: int, device: torch.device, repetitions: int) -> float:

@@ -204,21 +204,22 @@ def _guard_figures(guard: UnshardGuard | None, steps: int) -> dict[str, float]:
 
 
 def _count(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
-    """Count one step's collectives and operations, and measure what the wire does."""
+    """Count one step's collectives and operations, and measure what the wire does with messages of their mean size."""
     world_size = dist.get_world_size()
     with CollectiveCounter() as counter:
         step()
     seen = counter.seen
-    largest = max(seen.num_bytes.values(), default=4) // max(max(seen.counts.values(), default=1), 1)
-    wire = measure_wire(large_bytes=max(largest, 4096), device=device)
-    return {
+    figures = {
         "collectives": dict(seen.counts),
         "bytes": dict(seen.num_bytes),
         "received_bytes": seen.received_bytes(world_size=world_size),
-        "wire": dataclasses.asdict(wire),
-        "predicted_s": wire.seconds(seen, world_size=world_size),
         "flops": flops.count_flops(step),
     }
+    if world_size == 1:
+        return figures | {"wire_s": 0.0}
+    mean = seen.num_bytes.total() // max(1, seen.counts.total())
+    wire = measure_wire(large_bytes=max(mean, 64 * world_size), device=device)
+    return figures | {"wire": dataclasses.asdict(wire), "wire_s": figures["received_bytes"] / wire.bytes_per_second}
 
 
 def _modes(text: str) -> tuple[str, ...]:

@@ -73,7 +73,10 @@ class _Placer:
     def _own(self, name: str, shape: tuple[int, ...], where: str) -> Rotation:
         """Give the bank a rotation of that shape."""
         self.placed.placements[name] = where
-        matrix = draw_start(self.rotation.init, shape, name=name, seed=self.seed)
+        try:
+            matrix = draw_start(self.rotation.init, shape, name=name, seed=self.seed)
+        except ValueError as error:
+            raise ValueError(f"rotation.init={self.rotation.init.name}: {name} cannot start so: {error}") from None
         return self.placed.bank.add(name, nn.Parameter(matrix, requires_grad=self.rotation.learned))
 
     def _wanted(self, key: str, obstacle: str | None) -> bool:

@@ -80,7 +80,7 @@ class _RotatedLinear(torch.autograd.Function):
         return F.linear(x, used, bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, before, after, *encoded = ctx.saved_tensors
         needs_x, _, needs_bias, needs_before, needs_after, *_ = ctx.needs_input_grad
@@ -111,7 +111,8 @@ def _used_weight(
     """Return the weight that multiplied x, and where its gradient passes (None: everywhere)."""
     spec = ctx.quantizer.spec
     if encoded:
-        return EncodedTensor(*encoded, clips=spec.clips).decode(dtype=weight.dtype)
+        codes, scale, lowest, highest = encoded
+        return EncodedTensor(codes, scale, lowest, highest, spec.clips).decode(dtype=weight.dtype)
     rotated = rotate_weight(weight, before=before, after=after, rows=ctx.rows)
     if not spec.enabled:
         return rotated, None
@@ -204,4 +205,4 @@ def _row_blocks(values: Tensor, matrix: Tensor, *, rows: ValueRows | None) -> Te
 
 def _choose(values: Tensor, rows: ValueRows) -> Tensor:
     """View rows of (outputs, inputs) as (num_blocks, chosen, inputs)."""
-    return values.unflatten(0, (rows.num_blocks, -1))[:, rows.start : rows.stop]
+    return torch.unflatten(values, 0, (rows.num_blocks, -1))[:, rows.start : rows.stop]

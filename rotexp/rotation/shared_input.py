@@ -9,33 +9,40 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
+from rotexp.rotation.side import LinearShape
+
 
 class SharedInput:
     """Held by the linears that read one tensor (queries, keys and values; gate and up; router and experts).
 
-    The result lives until the last reader has taken it, the tensor has died, or a reader comes with another one. It is
+    They join once, in a fixed order. The result lives until the last reader has taken it, the tensor has died, or a reader comes with another one. It is
     taken for the same tensor object, unchanged in place, in the same grad mode and by each reader once: a reader that
     comes again begins anew, so a graph that was freed by a backward pass is not met twice. Tensors of inference mode
     have no version and are not shared. Copies and pickles are empty.
 
     Attributes:
-        num_readers: how many readers there are.
+        linears: the readers' shapes, by which they choose together what to rotate (see `rotexp.rotation.side`).
     """
 
-    def __init__(self, *, num_readers: int) -> None:
-        self.num_readers = num_readers
+    def __init__(self) -> None:
+        self.linears: tuple[LinearShape, ...] = ()
         self._entry: _Entry | None = None
 
-    def __call__(self, x: Tensor, *, reader: Hashable, kind: Hashable, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    def join(self, linear: LinearShape) -> int:
+        """Count one reader more, and return its number."""
+        self.linears = (*self.linears, linear)
+        return len(self.linears) - 1
+
+    def __call__(self, x: Tensor, *, reader: int, kind: Hashable, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `compute(x)`, computed now or for an earlier reader.
 
         Args:
             x: what all of them read.
-            reader: which of them asks.
+            reader: the number of the one that asks.
             kind: what is computed, equal only where `compute` does the same: all on which it depends besides x.
             compute: a function of x.
         """
-        if self.num_readers == 1 or x.is_inference() or torch.compiler.is_compiling():
+        if len(self.linears) == 1 or x.is_inference() or torch.compiler.is_compiling():
             return compute(x)
         entry = self._entry
         if entry is None or not entry.serves(x, reader):
@@ -43,7 +50,7 @@ class SharedInput:
         if kind not in entry.results:
             entry.results[kind] = compute(x)
         entry.readers.add(reader)
-        if len(entry.readers) == self.num_readers:
+        if len(entry.readers) == len(self.linears):
             self._entry = None
         return entry.results[kind]
 
@@ -52,7 +59,7 @@ class SharedInput:
             self._entry = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"num_readers": self.num_readers, "_entry": None}
+        return {"linears": self.linears, "_entry": None}
 
 
 class _Entry:
@@ -62,9 +69,9 @@ class _Entry:
         self.source = WeakIdRef(x, forget)
         self.state = _state(x)
         self.results: dict[Hashable, Tensor] = {}
-        self.readers: set[Hashable] = set()
+        self.readers: set[int] = set()
 
-    def serves(self, x: Tensor, reader: Hashable) -> bool:
+    def serves(self, x: Tensor, reader: int) -> bool:
         return self.source() is x and self.state == _state(x) and reader not in self.readers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 
 
 class Side(Enum):
@@ -50,7 +51,8 @@ def weight_sides(linears: Sequence[LinearShape]) -> Sides:
     return Sides(Side.weight, (Side.weight,) * len(linears))
 
 
-def cheapest_sides(linears: Sequence[LinearShape], *, tokens: int, learned: bool) -> Sides:
+@lru_cache(maxsize=1024)
+def cheapest_sides(linears: tuple[LinearShape, ...], *, tokens: int, learned: bool) -> Sides:
     """Choose for unquantized linears that read one input; on a tie the tokens.
 
     The choice depends on shapes alone, so that ranks with equal shapes choose alike.
@@ -87,10 +89,10 @@ def multiply_adds(
         total += rows * linears[0].inputs * max(linear.input_order for linear in linears)
         linears = [replace(linear, input_order=0) for linear in linears]
     for linear, side in zip(linears, sides.outputs, strict=True):
-        if side is Side.tokens:
-            total += rows * linear.rotated_rows * linear.output_order
-            linear = replace(linear, output_order=0)
-        total += _on_weight(linear, tokens=tokens, learned=learned, kept=kept)
+        on_tokens = side is Side.tokens
+        total += rows * linear.rotated_rows * linear.output_order * on_tokens
+        rest = replace(linear, output_order=0) if on_tokens else linear
+        total += _on_weight(rest, tokens=tokens, learned=learned, kept=kept)
     return total
 
 

@@ -79,7 +79,7 @@ def load_sharded(source: Any, strategy: Strategy) -> tuple[RotatedModel, Any]:
         device_type="cpu",
         world_size=dist.get_world_size(),
     )
-    weights = {name: parameter for name, parameter in source.named_parameters(remove_duplicate=False)}
+    weights = dict(source.named_parameters(remove_duplicate=False))
     checkpoint: Any = Loaded(weights)
     materialize(network, checkpoint, device=torch.device("cpu"), added=model.added)
     return model, effective

@@ -1,4 +1,4 @@
-"""Small models of every family whose every parameter is random, as Hugging Face makes them and with rotations placed."""
+"""Small models of every family, every parameter random, as Hugging Face makes them and with rotations placed."""
 
 from __future__ import annotations
 

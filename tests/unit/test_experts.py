@@ -271,7 +271,7 @@ def test_a_copy_shares_nothing() -> None:
 def test_routers_are_rotated_but_not_quantized(name: str) -> None:
     source, token_ids = make_source(name), make_token_ids()
     model = rotated(source, wanted(name, "r1"), QuantConfig(weights=QuantSpec(2), activations=QuantSpec(2)))
-    gate: Any = model.network.model.layers[1].mlp.gate
+    gate: Any = model.network.get_submodule("model.layers.1.mlp.gate")
     hidden = normal(9, source.config.hidden_size, seed=2).float()
     r1 = model.bank["R1"].detach()
     with torch.no_grad():
@@ -284,7 +284,7 @@ def test_routers_are_rotated_but_not_quantized(name: str) -> None:
 def test_a_shared_experts_gate_is_not_quantized() -> None:
     quant = QuantConfig(weights=QuantSpec(2), activations=QuantSpec(2))
     model = rotated(make_source("qwen2_moe"), wanted("qwen2_moe", "r1"), quant)
-    gate: Any = model.network.model.layers[0].mlp.shared_expert_gate
+    gate: Any = model.network.get_submodule("model.layers.0.mlp.shared_expert_gate")
     hidden = normal(9, 48, seed=2).float()
     with torch.no_grad():
         plain = gate(hidden)

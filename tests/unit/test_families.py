@@ -257,6 +257,7 @@ def test_r4_turns_what_the_down_projections_read(sources: dict[str, Any], token_
     for source, module, weight in found:
         width = getattr(source, weight).shape[-1]
         turned = getattr(source, weight) @ HadamardTransform(width).matrix(torch.float32)
+        assert module.online is not None
         assert module.online.order == width
         torch.testing.assert_close(getattr(module, weight), turned, rtol=1e-4, atol=1e-5)
 
@@ -293,7 +294,12 @@ def test_r3_turns_the_keys_that_a_cache_sees_and_leaves_the_scores(
 ) -> None:
     model = rotated(sources[name], wanted(name, "r3"))
     cached: list[Tensor] = []
-    monkeypatch.setattr(attention.Cache, "quantize", lambda _cache, states: cached.append(states) or states)
+
+    def keep(_cache: attention.Cache, states: Tensor) -> Tensor:
+        cached.append(states)
+        return states
+
+    monkeypatch.setattr(attention.Cache, "quantize", keep)
     for rotate in (False, True):
         logits(model, token_ids, rotate=rotate)
     assert len(cached) == 8  # keys and values of two layers, twice
@@ -604,7 +610,9 @@ def test_the_proof_names_the_layer_whose_weight_is_spoiled(
 
     def change() -> None:
         prepare(model)
-        decoder_layers(model.network, model.spec)[layer].get_submodule(model.spec.output).weight[3].mul_(1.5)
+        decoder_layers(model.network, model.spec)[layer].get_submodule(model.spec.output).get_parameter("weight")[
+            3
+        ].mul_(1.5)
 
     with pytest.raises(ArithmeticError, match=rf"first exceeded in {model.spec.layers}\.{layer}$"):
         prove(model, token_ids, change)

@@ -200,4 +200,5 @@ def test_narrow_models_are_folded_in_float32_and_stay_narrow(name: str, dtype: t
 def test_a_folded_norm_of_a_narrow_model_computes_in_float32() -> None:
     model = rotated(make_source("gpt_neox", dtype=torch.float16), wanted("gpt_neox", "r1"))
     large = torch.full((1, 48), 300.0, dtype=torch.float16)  # whose squares float16 cannot hold
-    assert torch.equal(model.network.gpt_neox.final_layer_norm(large), torch.ones_like(large))
+    norm = model.network.get_submodule("gpt_neox.final_layer_norm")
+    assert torch.equal(norm(large), torch.ones_like(large))

@@ -12,17 +12,19 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rotexp.rotation.shared_input import SharedInput
+from rotexp.rotation.side import LinearShape
 
 
 class Readers:
     """Three readers of one input, who count how often the square they share is computed."""
 
     def __init__(self) -> None:
-        self.shared = SharedInput(num_readers=3)
+        self.shared = SharedInput()
+        self.numbers = {name: self.shared.join(LinearShape(4, 4)) for name in "qkv"}
         self.inputs: list[int] = []
 
     def __call__(self, x: Tensor, reader: str, *, kind: str = "square") -> Tensor:
-        return self.shared(x, reader=reader, kind=kind, compute=self.square)
+        return self.shared(x, reader=self.numbers[reader], kind=kind, compute=self.square)
 
     def square(self, x: Tensor) -> Tensor:
         self.inputs.append(id(x))
@@ -97,10 +99,10 @@ def test_inference_tensors_are_not_shared_and_one_reader_needs_no_sharing() -> N
     readers = Readers()
     with torch.inference_mode():
         assert len({id(result) for result in readers.all(torch.arange(4.0))}) == 3
-    alone = SharedInput(num_readers=1)
-    x = torch.arange(4.0)
-    first = alone(x, reader="q", kind=0, compute=torch.square)
-    assert alone(x, reader="k", kind=0, compute=torch.square) is not first
+    alone, x = SharedInput(), torch.arange(4.0)
+    number = alone.join(LinearShape(4, 4))
+    results = [alone(x, reader=number, kind=0, compute=torch.square) for _ in range(2)]
+    assert results[0] is not results[1]
 
 
 def test_copies_share_among_themselves_and_start_empty() -> None:
@@ -108,6 +110,6 @@ def test_copies_share_among_themselves_and_start_empty() -> None:
     first = readers(x, "q")
     one, other = copy.deepcopy([readers.shared, readers.shared])
     assert one is other is not readers.shared
-    assert one(x, reader="k", kind="square", compute=torch.square) is not first
-    assert pickle.loads(pickle.dumps(readers.shared)).num_readers == 3
+    assert one(x, reader=1, kind="square", compute=torch.square) is not first
+    assert pickle.loads(pickle.dumps(readers.shared)).linears == readers.shared.linears
     assert readers(x, "k") is first
