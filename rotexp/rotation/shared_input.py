@@ -15,10 +15,10 @@ from rotexp.rotation.side import LinearShape
 class SharedInput:
     """Held by the linears that read one tensor (queries, keys and values; gate and up; router and experts).
 
-    They join once, in a fixed order. The result lives until the last reader has taken it, the tensor has died, or a reader comes with another one. It is
-    taken for the same tensor object, unchanged in place, in the same grad mode and by each reader once: a reader that
-    comes again begins anew, so a graph that was freed by a backward pass is not met twice. Tensors of inference mode
-    have no version and are not shared. Copies and pickles are empty.
+    They join once, in a fixed order. The result lives until the last reader has taken it, the tensor has died, or a
+    reader comes with another one. It is taken for the same tensor object, unchanged in place, in the same grad mode and
+    by each reader once: a reader that comes again begins anew, so a graph that was freed by a backward pass is not met
+    twice. Tensors of inference mode have no version and are not shared. Copies and pickles are empty.
 
     Attributes:
         linears: the readers' shapes, by which they choose together what to rotate (see `rotexp.rotation.side`).

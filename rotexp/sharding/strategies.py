@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,8 @@ def shard(
         ValueError: CPU offload is asked for where there is no accelerator to offload from.
         RuntimeError: parameters are not split as the strategy says.
     """
+    # It warns of in-place operations on what a unit returns; there are none on the way to a causal model's logits.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if config.strategy is not Strategy.no_shard:
         sizes = mesh_sizes(config, world_size=world_size, ranks_per_node=ranks_per_node)
         small = {parameter for parameter in model.parameters() if parameter.numel() < config.min_shard_size}
