@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+
+ATTENTION_KERNELS = (
+    "_scaled_dot_product_flash_attention_for_cpu{}",
+    "_scaled_dot_product_flash_attention{}",
+    "_scaled_dot_product_efficient_attention{}",
+    "_scaled_dot_product_cudnn_attention{}",
+)
 
 LANCZOS_PRODUCTS = 32
 POWER_SQUARINGS = 11
@@ -17,18 +25,18 @@ def count_flops(run: Callable[[], object]) -> int:
 
     Elementwise work and linear solves are not in it (torch counts neither); see `cayley_flops` for the latter.
     """
-    with FlopCounterMode(display=False, custom_mapping=_cpu_attention()) as counter:
+    with FlopCounterMode(display=False, custom_mapping=_attention()) as counter:
         run()
     return int(counter.get_total_flops())
 
 
-def _cpu_attention() -> dict[Any, Any]:
-    """Return the rules for the CPU's flash attention, which torch leaves out, after its own for the GPU's."""
+def _attention() -> dict[Any, Any]:
+    """Return the rules for fused attention: torch has none for the CPU's, and its own refuse shared keys and values."""
     mapping = {}
-    for name, products in (("", 2), ("_backward", 5)):
-        operation = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}", None)
+    for kernel, (suffix, products) in itertools.product(ATTENTION_KERNELS, (("", 2), ("_backward", 5))):
+        operation = getattr(torch.ops.aten, kernel.format(suffix), None)
         if operation is not None:
-            mapping[operation] = _attention_rule(products, query=1 if name else 0)
+            mapping[operation] = _attention_rule(products, query=1 if suffix else 0)
     return mapping
 
 

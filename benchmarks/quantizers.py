@@ -28,7 +28,8 @@ SHAPES = {
 
 WEIGHTS = QuantSpec(4, clip_search=True)
 TOKENS = QuantSpec(4, symmetric=False)
-GROUPS = QuantSpec(4, symmetric=False, group_size=32)
+GROUP_SIZE = 32
+GROUPS = QuantSpec(4, symmetric=False, group_size=GROUP_SIZE)
 
 Operations = dict[str, Callable[[], object]]
 
@@ -42,10 +43,11 @@ def quantizers(x: Tensor) -> Operations:
     """Return our quantizers on x: (rows, width), forward alone and with backward, and torch's own kernels."""
     searched, per_token, grouped = FakeQuantizer(WEIGHTS), FakeQuantizer(TOKENS), FakeQuantizer(GROUPS)
     searched(x)  # the clip ratios are searched here and cached
+    divides = x.shape[-1] % GROUP_SIZE == 0
     return {
         "tokens, 4 bit asymmetric": lambda: per_token(x),
         "tokens, with backward": with_backward(per_token, x),
-        "tokens, groups of 32": lambda: grouped(x),
+        **({f"tokens, groups of {GROUP_SIZE}": lambda: grouped(x)} if divides else {}),
         "weights, 4 bit, searched before": lambda: searched(x),
         "weights, with backward": with_backward(searched, x),
         "weights, search alone": lambda: search_clip_ratios(x, spec=WEIGHTS),

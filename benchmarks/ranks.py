@@ -115,15 +115,12 @@ def measure_rank(request: RankRequest) -> dict[str, Any]:
     workload = Workload(request.model, request.batch, request.tokens, getattr(torch, request.dtype), device)
     step, network = _sharded_step(request, workload)
     step()  # allocates, and fixes FSDP's dtypes
-    modes = {mode: _measure_mode(step, network, request, mode) for mode in request.modes}
+    modes = measure_modes(step, network, request)
     return {"world_size": world_size, "request": dataclasses.asdict(request), "modes": modes, **_count(step, device)}
 
 
 def _device(request: RankRequest) -> torch.device:
-    if request.device == "cpu":
-        return torch.device("cpu")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if request.device == "cpu" else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
 def _sharded_step(request: RankRequest, workload: Workload) -> tuple[Callable[[], None], Any]:
@@ -168,16 +165,28 @@ def _require_gradient_of_embeddings(network: Any) -> None:
     network.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
 
 
-def _measure_mode(step: Callable[[], None], network: Any, request: RankRequest, mode: str) -> dict[str, Any]:
-    """Time the step under one mode of the guard; return seconds a step, the guard's counts and the peaks."""
-    device = _device(request)
+def measure_modes(step: Callable[[], None], network: Any, request: RankRequest) -> dict[str, Any]:
+    """Take one step in every mode of the guard a round, and return what each mode took."""
+    found: dict[str, dict[str, Any]] = {mode: {"seconds": []} for mode in request.modes}
+    for _ in range(request.steps):
+        for mode, figures in found.items():
+            seconds, others = _measure_mode(step, network, mode, _device(request))
+            figures["seconds"].append(seconds)
+            figures |= {name: max(value, figures.get(name, 0.0)) for name, value in others.items()}
+    return found
+
+
+def _measure_mode(
+    step: Callable[[], None], network: Any, mode: str, device: torch.device
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds of one step under one mode, and the guard's counts and the peaks of memory."""
     guard = install(network, SyncConfig(SyncMode[mode]))
     with contextlib.ExitStack() as undo:
         if guard is not None:
             undo.callback(guard.remove)
         reset_peaks(device)
-        seconds = [_timed_together(step, device) for _ in range(request.steps)]
-    return {"seconds": seconds, **_guard_figures(guard, request.steps), **peaks(device)}
+        seconds = _timed_together(step, device)
+    return seconds, {**_guard_figures(guard), **peaks(device)}
 
 
 def _timed_together(step: Callable[[], None], device: torch.device) -> float:
@@ -192,15 +201,11 @@ def _timed_together(step: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def _guard_figures(guard: UnshardGuard | None, steps: int) -> dict[str, float]:
+def _guard_figures(guard: UnshardGuard | None) -> dict[str, float]:
     if guard is None:
         return {}
     counts = guard.counts
-    return {
-        "unshards_per_step": counts.num_unshards / steps,
-        "barriers_per_step": counts.barriers / steps,
-        "waited_s_per_step": counts.seconds / steps,
-    }
+    return {"unshards": counts.num_unshards, "barriers": counts.barriers, "waited_s": counts.seconds}
 
 
 def _count(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
@@ -237,6 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output = options.pop("output")
     request = RankRequest(**options)
     torch.set_num_threads(request.threads)
+    if request.device == "cuda":
+        torch.cuda.set_device(_device(request))
     dist.init_process_group("nccl" if request.device == "cuda" else "gloo")
     figures = measure_rank(request)
     if dist.get_rank() == 0:

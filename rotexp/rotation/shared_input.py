@@ -42,7 +42,7 @@ class SharedInput:
             kind: what is computed, equal only where `compute` does the same: all on which it depends besides x.
             compute: a function of x.
         """
-        if len(self.linears) == 1 or x.is_inference() or torch.compiler.is_compiling():
+        if len(self.linears) == 1 or torch.compiler.is_compiling() or x.is_inference():
             return compute(x)
         entry = self._entry
         if entry is None or not entry.serves(x, reader):

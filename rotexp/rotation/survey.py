@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from rotexp.config import QuantConfig, RotationConfig
-from rotexp.models.arch import decoder_layers, find_spec, head_dim, roles
+from rotexp.models.arch import decoder_layers, find_spec, head_dim, head_name, roles
 from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.load import build_model
 from rotexp.rotation.experts import RotatedExperts
 from rotexp.rotation.hadamard import hadamard_factors, is_constructible
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.model import Consumer, RotatedModel
-from rotexp.rotation.placement import place
+from rotexp.rotation.placement import BANK, place
 
 KEYS = ("r1", "r2", "r3", "r4")
 
@@ -112,7 +113,7 @@ def _facts(checkpoint: Checkpoint, placed: RotatedModel) -> dict[str, Any]:
         "model": checkpoint.identity,
         "model_type": config.model_type,
         "structure": placed.spec.model_types[0],
-        "parameters": sum(parameter.numel() for parameter in placed.network.parameters()),
+        "parameters": _num_parameters(placed.network, tied=config.tie_word_embeddings),
         "layers": len(decoder_layers(placed.network, placed.spec)),
         "hidden": config.hidden_size,
         "heads": config.num_attention_heads,
@@ -122,6 +123,12 @@ def _facts(checkpoint: Checkpoint, placed: RotatedModel) -> dict[str, Any]:
         "tied": bool(config.tie_word_embeddings),
         "norms": "LayerNorm, run as RMSNorm under R1" if placed.rms_norms else "as they are",
     }
+
+
+def _num_parameters(network: nn.Module, *, tied: bool) -> int:
+    """Count a model's own parameters: no rotations, and a tied head once."""
+    own = {name: weight.numel() for name, weight in network.named_parameters() if not name.startswith(f"{BANK}.")}
+    return sum(own.values()) - (own[f"{head_name(network)}.weight"] if tied else 0)
 
 
 def _modules(placed: RotatedModel) -> Iterator[ModuleReport]:

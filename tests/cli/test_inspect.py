@@ -48,6 +48,7 @@ def inspected(config: PreTrainedConfig, *overrides: str, folder: Path) -> str:
 def test_a_llama_is_shown_module_by_module(described: Path) -> None:
     output = inspected(LlamaConfig(**GROUPED), "rotation=learned_r3_r4", folder=described)
     assert "R1 placed merged into weights 48 = 48" in output
+    assert "parameters 65,136" in output  # transformers counts as many
     assert "R3 placed online 12 = 12" in output
     assert "R4 placed online 80 = " in output
     assert "layers 0-2 (3)" in output

@@ -377,3 +377,43 @@ def test_spec_is_a_structured_config() -> None:
 def test_spec_is_read_without_torch() -> None:
     code = "import sys, rotexp.quant.spec; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("group_size", [None, 8])
+@pytest.mark.parametrize("clip_ratio", [1.0, 0.7])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+def test_encoded_tensors_give_values_and_gradient_again(
+    bits: int, symmetric: bool, clip_ratio: float, group_size: int | None, dtype: torch.dtype
+) -> None:
+    quantizer = FakeQuantizer(QuantSpec(bits, symmetric=symmetric, group_size=group_size, clip_ratio=clip_ratio))
+    x = special_rows().to(dtype)
+    before = x.clone()
+    values, encoded = quantizer.encode(x)
+    assert torch.equal(values, quantizer(x))
+    assert torch.equal(x, before)
+    decoded, passes = encoded.decode(dtype=dtype)
+    assert torch.equal(decoded, values)
+    upstream, gradient, _ = gradient_of(quantizer, x)
+    assert torch.equal(upstream if passes is None else upstream * passes.to(dtype), gradient)
+    assert torch.equal(encoded.decode(dtype=dtype)[0], values)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (QuantSpec(4, clip_search=True), torch.int8),
+        (QuantSpec(8), torch.int8),
+        (QuantSpec(8, clip_ratio=0.9), torch.int16),
+        (QuantSpec(6, symmetric=False, clip_ratio=0.9), torch.int8),
+        (QuantSpec(7, symmetric=False, clip_ratio=0.9), torch.int16),
+    ],
+)
+def test_encoded_codes_are_as_narrow_as_they_can_be(spec: QuantSpec, expected: torch.dtype) -> None:
+    assert FakeQuantizer(spec).encode(special_rows())[1].codes.dtype == expected
+
+
+def test_a_quantizer_that_is_off_encodes_nothing() -> None:
+    with pytest.raises(ValueError, match="bits=16 has no integer form"):
+        FakeQuantizer(QuantSpec()).encode(normal(2, WIDTH))
