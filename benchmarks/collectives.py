@@ -31,11 +31,11 @@ class Collectives:
         return sum(share * moved * (2 if "allreduce" in name else 1) for name, moved in self.num_bytes.items())
 
 
-class CollectiveCounter(TorchDispatchMode):
+class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every collective that this rank issues inside the block, also those that FSDP issues in backward."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen = Collectives()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,7 +54,7 @@ def _name(func: Any) -> str:
 
 @dataclass(frozen=True)
 class Wire:
-    """What an all-gather of a few bytes takes in seconds, and how many bytes a second a rank receives by a large one."""
+    """What an all-gather of a few bytes takes in seconds, and the bytes a second a rank receives by a large one."""
 
     seconds_per_call: float
     bytes_per_second: float

@@ -1,4 +1,4 @@
-"""One optimizer step on batches of rotations, beside geoopt's and beside one rotation at a time: `-m benchmarks.optimizer`."""
+"""One optimizer step, beside geoopt's and beside one rotation at a time: `python -m benchmarks.optimizer`."""
 
 from __future__ import annotations
 
@@ -43,10 +43,9 @@ def draw_rotations(orders: Sequence[tuple[int, int]]) -> Rotations:
 
 def cayley_steps(rotations: Rotations) -> dict[str, Callable[[], object]]:
     """Return our optimizer's step by each of its solvers, the default one first."""
-    own = {"CayleySGD": "exact", "CayleySGD fixed point": "fixed_point"}
-    rates = {"exact": LEARNING_RATE, "fixed_point": LEARNING_RATE}
+    solvers = {OURS: "exact", f"{OURS} fixed point": "fixed_point"}
     return {
-        name: CayleySGD(_copies(rotations), lr=rates[solver], solver=solver).step for name, solver in own.items()
+        name: CayleySGD(_copies(rotations), lr=LEARNING_RATE, solver=solver).step for name, solver in solvers.items()
     }
 
 
@@ -88,7 +87,8 @@ def measure_small(name: str, *, repetitions: int) -> list[dict[str, Any]]:
     """Time the small rotations of a set as one batch, and one by one."""
     order, count = SETS[name][-1]
     rotations = draw_rotations([(order, count)])
-    steps = {OURS: CayleySGD(_copies(rotations), lr=LEARNING_RATE).step, ONE_BY_ONE: one_by_one(rotations)}
+    steps: dict[str, Callable[[], object]] = {OURS: CayleySGD(_copies(rotations), lr=LEARNING_RATE).step}
+    steps[ONE_BY_ONE] = one_by_one(rotations)
     seconds = interleave(steps, repetitions=repetitions, warmup=2)
     demanded = flops.cayley_flops(order, count=count)
     only = f"{count} × {order}²"
@@ -109,7 +109,7 @@ def _figures(name: str, variant: str, samples: list[float], ours: list[float], d
 
 def table(rows: Sequence[dict[str, Any]]) -> facts.Table:
     """Return the figures for people."""
-    columns = ("rotations", "variant", "step (ms)", "CayleySGD ÷ this (quartiles)", "target", "GFLOP demanded", "GFLOP/s")
+    columns = ("rotations", "variant", "step (ms)", "ours ÷ this (quartiles)", "target", "GFLOP demanded", "GFLOP/s")
     return facts.make_table("Optimizer step", columns, [_cells(row) for row in rows])
 
 

@@ -97,7 +97,8 @@ def _training_step(model: Any, rotations: list[nn.Parameter], optimizer: Any, to
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             logits = model(token_ids, use_cache=False).logits[:, :-1]
-        nn.functional.cross_entropy(logits.flatten(0, 1).float(), token_ids[:, 1:].flatten()).backward()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), token_ids[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(rotations, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -131,7 +132,7 @@ def _brevitas_rotated(network: nn.Module, token_ids: Tensor) -> Any:
 
 
 def _brevitas_graph(model: Any, token_ids: Tensor) -> tuple[Any, Any]:
-    """Trace a model, as Brevitas finds by its graph where rotations may act; return the graph and the norms' classes."""
+    """Trace a model, in whose graph Brevitas finds where rotations may act; return it and the norms' classes."""
     preparing = require("brevitas_examples.llm.llm_quant.prepare_for_quantize")
     merging = require("brevitas_examples.llm.llm_quant.ln_affine_merge")
     tracing = require("brevitas_examples.common.dynamo_utils")

@@ -1,4 +1,4 @@
-"""Fake quantizers and Hadamard transforms over the time a copy of the same tensor takes: `python -m benchmarks.quantizers`."""
+"""Quantizers and Hadamard transforms over the time of copying their tensor: `python -m benchmarks.quantizers`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Operations = dict[str, Callable[[], object]]
 
 def operations(x: Tensor) -> Operations:
     """Return what is measured on x: (tokens, width), each as a call without arguments; the copy first."""
-    return {COPY: lambda: x.clone(), **quantizers(x), **hadamards(x)}
+    return {COPY: x.clone, **quantizers(x), **hadamards(x)}
 
 
 def quantizers(x: Tensor) -> Operations:

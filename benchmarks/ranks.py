@@ -88,9 +88,7 @@ def run_world(
     return facts.read_json(output)
 
 
-def _start(
-    request: RankRequest, output: Path, rank: int, *, world_size: int, port: int
-) -> subprocess.Popen[str]:
+def _start(request: RankRequest, output: Path, rank: int, *, world_size: int, port: int) -> subprocess.Popen[str]:
     environment = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

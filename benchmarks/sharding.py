@@ -46,9 +46,7 @@ def explain(alone: Sequence[dict[str, Any]], shared: Sequence[dict[str, Any]]) -
         `wire_s`, the bytes moved at the measured speed; `replicated_s`, operations that every rank repeats, at the
         speed of the one rank; `explained`, their sum over the extra seconds of a step.
     """
-    one, many = (
-        [statistics.median(run["modes"]["off"]["seconds"]) for run in runs] for runs in (alone, shared)
-    )
+    one, many = ([statistics.median(run["modes"]["off"]["seconds"]) for run in runs] for runs in (alone, shared))
     last, ranks = shared[-1], shared[-1]["world_size"]
     extra = statistics.median(many) - statistics.median(one)
     replicated = (ranks * last["flops"] - alone[-1]["flops"]) / alone[-1]["flops"] * statistics.median(one)
@@ -68,8 +66,8 @@ def explain(alone: Sequence[dict[str, Any]], shared: Sequence[dict[str, Any]]) -
 
 def table(rows: Sequence[dict[str, Any]]) -> facts.Table:
     """Return the figures for people."""
-    columns = ("variant", "ranks", "1 rank (s)", "shared (s)", "ratio (quartiles)", "extra (s)", "collectives")
-    columns = (*columns, "received (MiB a rank)", "wire (s)", "repeated work (s)", "explained")
+    columns = ["variant", "ranks", "1 rank (s)", "shared (s)", "ratio (quartiles)", "extra (s)", "collectives"]
+    columns += ["received (MiB a rank)", "wire (s)", "repeated work (s)", "explained"]
     return facts.make_table("One step at the same global batch", columns, [_cells(row) for row in rows])
 
 

@@ -32,7 +32,11 @@ def run_command(arguments: Sequence[str]) -> None:
         subprocess.CalledProcessError: it failed.
     """
     subprocess.run(
-        [sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=TIMEOUT_SECONDS
+        [sys.executable, *arguments],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        timeout=TIMEOUT_SECONDS,
     )
 
 

@@ -73,8 +73,8 @@ def table(rows: Sequence[dict[str, Any]]) -> facts.Table:
     for found in rows:
         memory = ", ".join(f"{key.split('_gib')[0]} {value:.2f}" for key, value in found["memory_gib"].items())
         seconds = Spread(**found["seconds"]).text(3)
-        equal = "yes" if found["losses_equal_off"] else "NO"
-        cells.append([found["mode"], seconds, f"{found['ratio_to_off']:.2f}", memory, str(found["num_barriers"]), equal])
+        ratio, equal = f"{found['ratio_to_off']:.2f}", "yes" if found["losses_equal_off"] else "NO"
+        cells.append([found["mode"], seconds, ratio, memory, str(found["num_barriers"]), equal])
     return facts.make_table("The unshard guard's modes", columns, cells)
 
 

@@ -23,6 +23,7 @@ from rotexp.sharding.communication import Communication
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.objectives import CrossEntropy
 
+CPU = torch.device("cpu")
 LIMIT = "limit"
 LEARNING_RATE = 0.1
 MAX_GRAD_NORM = 1.0
@@ -60,7 +61,7 @@ class Workload:
     batch: int
     tokens: int
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     @property
     def name(self) -> str:

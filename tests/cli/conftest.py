@@ -37,9 +37,19 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama with tied embeddings, in the Hugging Face format; norm gains are random."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "small"
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "small")
+
+
+@pytest.fixture(scope="session")
+def odd_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a down projection 50 wide, for which there is no Hadamard matrix."""
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "odd", intermediate_size=50)
+
+
+def make_checkpoint(folder: Path, **changes: int) -> Path:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, tie_word_embeddings=True), dtype=torch.float32)
+    config = LlamaConfig(**SHAPE | changes, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

@@ -336,3 +336,49 @@ def test_the_main_command_in_a_copy_of_the_repository_shows_training_helping(cop
     assert run.perplexities["trained"] < run.perplexities["hadamard"] < run.perplexities["quantized"]
     assert run.perplexities["float"] < run.perplexities["trained"]
     assert run.summary["train"]["improved"] is True
+
+
+def test_a_profile_says_where_the_steps_went(train: Train) -> None:
+    ended = train("tracker=jsonl", "profile=true", "train.steps=3")
+    assert (ended.code, ended.errors) == (0, "")
+    table = {line.split()[1]: line for line in ended.output.splitlines() if line.startswith("│")}
+    assert {"data", "forward", "backward", "consolidate", "clip", "optimizer", "metrics"} <= table.keys()
+    events = json.loads((ended.folder / "trace-rank-0.json").read_text(encoding="utf-8"))["traceEvents"]
+    spans = [event["name"] for event in events if event.get("name", "").startswith("rotexp/")]
+    assert (spans.count("rotexp/forward"), spans.count("rotexp/optimizer")) == (2, 2)
+
+
+def test_a_run_starts_from_the_rotations_of_another(train: Train, done: Run) -> None:
+    file = done.folder / "rotations.safetensors"
+    ended = train("tracker=jsonl", f"rotation.path={file}", "train.steps=0")
+    assert (ended.code, ended.errors) == (0, "")
+    assert ended.perplexities["trained"] == done.perplexities["trained"]
+    for name, matrix in ended.rotations.items():
+        torch.testing.assert_close(matrix, done.rotations[name], rtol=0, atol=0)
+    refused = train(f"rotation.path={file}", "rotation=learned_r4")
+    assert (refused.code, refused.errors.count("\n")) == (2, 1)
+    assert "it was trained with no online transform, and here is R4 of order 80 online" in refused.errors
+
+
+def test_blocks_and_online_rotations_train_alike_on_two_ranks(train: Train) -> None:
+    options = ("tracker=jsonl", "rotation=learned_r3_r4", "rotation.block_size=16", "quant=w4a4kv4")
+    one, two = train(*options), train(*options, "sharding=full", "launch.nproc=2")
+    assert (one.code, two.code) == (0, 0), one.errors + two.errors
+    assert one.rotations["R1"].shape == (3, 16, 16)
+    assert two.steps[0]["train/loss"] == pytest.approx(one.steps[0]["train/loss"], rel=1e-5)
+    assert two.perplexities == pytest.approx(one.perplexities, rel=1e-3)
+    assert two.summary["replica"]["max_abs_diff"] == 0
+
+
+def test_what_a_model_does_not_let_exist_is_left_out_or_refused(train: Train, odd_checkpoint: Path) -> None:
+    model = ("model=hf", f"model.path={odd_checkpoint}", "tracker=jsonl")
+    ended = train(*model, "rotation.r4=null")
+    assert (ended.code, ended.errors) == (0, "")
+    assert "warning: R4 is left out: no Hadamard matrix of order 50 exists" in ended.output
+    for wrong, reason in {
+        "rotation.r4=true": "rotation.r4=true: cannot act: no Hadamard matrix of order 50 exists",
+        "rotation.block_size=7": "rotation.block_size=7: must divide 48",
+    }.items():
+        refused = train(*model, wrong)
+        assert (refused.code, refused.errors.count("\n")) == (2, 1)
+        assert reason in refused.errors
