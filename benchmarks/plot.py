@@ -23,18 +23,23 @@ Lines = dict[str, list[tuple[float, float]]]
 
 
 def collect(rows: Sequence[dict[str, Any]], *, over: str) -> Lines:
-    """Return the ratios over `tokens` (of the whole batch) for the model most rows have, or over `parameters`.
+    """Return the ratios over `tokens` of the whole batch, for the model most rows have, or over `parameters`.
 
     Over parameters the points are those at the number of tokens that most models were measured at.
     """
     known = [row for row in rows if "ratio" in row and row["model"] in RANDOM_SIZES]
     models, tokens = [row["model"] for row in known], [_tokens(row) for row in known]
     if over == "tokens":
-        kept = [row for row in known if row["model"] == max(set(models), key=models.count)]
+        common = max(set(models), key=lambda model: (models.count(model), parameters(model)), default=None)
+        kept = [row for row in known if row["model"] == common]
         places = [_tokens(row) for row in kept]
     else:
         breadth = {count: len({row["model"] for row in known if _tokens(row) == count}) for count in set(tokens)}
-        kept = [row for row in known if _tokens(row) == max(breadth, key=lambda count: (breadth[count], count))]
+        kept = [
+            row
+            for row in known
+            if _tokens(row) == max(breadth, key=lambda count: (breadth[count], count), default=None)
+        ]
         places = [parameters(row["model"]) for row in kept]
     lines: Lines = {}
     for place, row in sorted(zip(places, kept, strict=True), key=lambda pair: pair[0]):

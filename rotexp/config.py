@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from omegaconf import MISSING
-
 from rotexp.optim.options import CayleySGDOptions
 from rotexp.quant.spec import QuantSpec
+
+MISSING: Any = "???"
+"""What OmegaConf takes for a value that must be given; written out, so that the library does not need OmegaConf."""
 
 
 class ModelSource(Enum):

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile, record_function, schedule, supported_activities
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 PARTS = ("data", "forward", "backward", "consolidate", "clip", "optimizer", "metrics")
 """What a step consists of."""
@@ -30,7 +31,7 @@ class StepProfiler:
         self.table: Table | None = None
         self.num_steps = min(PROFILED_STEPS, max(1, steps - 1))
         self._profile = profile(
-            activities=supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA},
+            activities=_activities(),
             schedule=schedule(wait=0, warmup=1 if steps > 1 else 0, active=self.num_steps, repeat=1),
             on_trace_ready=self._finish,
         )
@@ -49,6 +50,10 @@ class StepProfiler:
     def _finish(self, profiled: Any) -> None:
         profiled.export_chrome_trace(str(self.trace))
         self.table = _table(list(profiled.key_averages()), num_steps=self.num_steps)
+
+
+def _activities() -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
 
 
 def _table(events: Iterable[Any], *, num_steps: int) -> Table:

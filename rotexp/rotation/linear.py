@@ -14,6 +14,9 @@ from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation
 from rotexp.rotation.hadamard import HadamardTransform
 from rotexp.rotation.mode import Mode
+from rotexp.rotation.products import rotated_linear
+from rotexp.rotation.shared_input import SharedInput
+from rotexp.rotation.side import LinearShape, Side, Sides, cheapest_sides, weight_sides
 from rotexp.sharding.shards import local_rows
 
 
@@ -41,6 +44,7 @@ class RotatedLinear(nn.Module):
         output_rotation: Rotation | None = None,
         output_rows: ValueRows | None = None,
         online: HadamardTransform | None = None,
+        shared: SharedInput | None = None,
     ) -> None:
         super().__init__()
         assert online is None or input_rotation is None, "a linear's input is rotated online or by a rotation, not both"
@@ -56,16 +60,59 @@ class RotatedLinear(nn.Module):
         self._unbaked = online
         self.reuse = False
         self._kept: Tensor | None = None
+        self.shared = SharedInput() if shared is None else shared
+        self._reader = self.shared.join(self._shape())
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x: (..., inputs) to (..., outputs)."""
         if self.online is not None:
             x = self.online(x)
-        if self.mode.quantize:
-            x = self.input_quantizer(x)
-        if self.mode.quantize and self.weight_quantizer.spec.enabled:
+        quantized = self.mode.quantize and self.weight_quantizer.spec.enabled
+        linears = self.shared.linears
+        sides = weight_sides(linears) if quantized else cheapest_sides(linears, tokens=_tokens(x), learned=True)
+        x = self.shared(
+            x,
+            reader=self._reader,
+            kind=(self.mode.quantize, self.mode.rotate, sides.input, self.input_quantizer.spec),
+            compute=lambda x: self._prepare(x, side=sides.input),
+        )
+        if quantized and self.reuse:
             return F.linear(x, self._quantized_weight(), self._rotated_bias())
-        return self._rotate_tokens(x)
+        return self._multiply(x, sides)
+
+    def _prepare(self, x: Tensor, *, side: Side) -> Tensor:
+        """Quantize the input, and rotate it back if that is done on its side."""
+        x = self.input_quantizer(x) if self.mode.quantize else x
+        rotation = self.input_rotation if self.mode.rotate and side is Side.tokens else None
+        return x if rotation is None else rotation.unrotate(x)
+
+    def _multiply(self, x: Tensor, sides: Sides) -> Tensor:
+        """Multiply by the weight, with what is rotated on its side inside."""
+        before = self.input_rotation if self.mode.rotate and sides.input is Side.weight else None
+        after = self.output_rotation if self.mode.rotate else None
+        inside = after if sides.outputs[self._reader] is Side.weight else None
+        if before is None and inside is None and not (self.mode.quantize and self.weight_quantizer.spec.enabled):
+            y = F.linear(x, self.weight, self.bias)
+        else:
+            y = rotated_linear(
+                x,
+                weight=self.weight,
+                bias=self.bias if inside is None else self._rotated_bias(),
+                quantizer=self.weight_quantizer if self.mode.quantize else _OFF,
+                input_rotation=None if before is None else before.matrix,
+                output_rotation=None if inside is None else inside.matrix,
+                output_rows=self.output_rows,
+            )
+        if after is None or inside is not None:
+            return y
+        return _on_rows(self.output_rows, after.rotate, y, dim=-1)
+
+    def _shape(self) -> LinearShape:
+        outputs, inputs = self.weight.shape
+        before, after = (0 if r is None else r.matrix.shape[-1] for r in (self.input_rotation, self.output_rotation))
+        rows = self.output_rows
+        rotated = None if rows is None else rows.num_blocks * (rows.stop - rows.start)
+        return LinearShape(inputs, outputs, before, after, rotated)
 
     def _quantized_weight(self) -> Tensor:
         if not self.reuse:
@@ -95,16 +142,6 @@ class RotatedLinear(nn.Module):
     def keep_quantized_weight(self, reuse: bool) -> None:
         """Use the next forward's quantized weight again in those after it, or (False) forget it."""
         self.reuse, self._kept = reuse, None
-
-    def _rotate_tokens(self, x: Tensor) -> Tensor:
-        """Rotate activations instead of the weight, which need not be whole in one basis when it is not quantized."""
-        rotate = self.mode.rotate
-        if rotate and self.input_rotation is not None:
-            x = self.input_rotation.unrotate(x)
-        y = F.linear(x, self.weight, self.bias)
-        if not rotate or self.output_rotation is None:
-            return y
-        return _on_rows(self.output_rows, self.output_rotation.rotate, y, dim=-1)
 
     def _rotated_weight(self) -> Tensor:
         weight: Tensor = self.weight
@@ -141,6 +178,14 @@ class RotatedLinear(nn.Module):
     def release(self) -> None:
         """Let go of the rotations' handles."""
         self.input_rotation = self.output_rotation = None
+
+
+_OFF = FakeQuantizer(QuantSpec())
+
+
+def _tokens(x: Tensor) -> int:
+    """Count one block's tokens, which, unlike the batch, do not depend on how many ranks and steps divide it."""
+    return x.shape[-2] if x.ndim > 1 else 1
 
 
 def _on_rows(rows: ValueRows | None, function: Callable[[Tensor], Tensor], tensor: Tensor, *, dim: int) -> Tensor:

@@ -27,6 +27,7 @@ from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.model import RotatedModel, check_width, draw_start
 from rotexp.rotation.norms import norm_kinds, norm_readers
+from rotexp.rotation.shared_input import SharedInput
 
 BANK = "rotation_bank"
 """The name under which a model registers its bank."""
@@ -144,6 +145,7 @@ class _Placer:
         spec = self.spec
         inputs = dict.fromkeys(spec.readers, residual) | {spec.output: head}
         outputs = {spec.value: head} | dict.fromkeys(spec.writers, residual)
+        shared = {name: group for names in spec.norms.values() for group in [SharedInput()] for name in names}
         for name in present(layer, (*spec.readers, *spec.writers)):
             module = layer.get_submodule(name)
             if name in spec.routers and not isinstance(module, nn.Linear):
@@ -155,6 +157,7 @@ class _Placer:
                 outputs.get(name),
                 self.value_rows if name == spec.value else None,
                 online=self._online(module.get_parameter("weight").shape[1]) if name in spec.down else None,
+                shared=None if name in spec.routers else shared.get(name),
                 quantized=name not in spec.routers,
             )
             layer.set_submodule(name, rotated)
@@ -169,6 +172,7 @@ class _Placer:
         output_rows: Any = None,
         *,
         online: HadamardTransform | None = None,
+        shared: SharedInput | None = None,
         quantized: bool = True,
     ) -> RotatedLinear:
         if type(linear) is not nn.Linear:
@@ -186,6 +190,7 @@ class _Placer:
             output_rotation=output_rotation,
             output_rows=output_rows,
             online=online,
+            shared=shared,
         )
 
     def _experts(self, experts: Any, residual: Rotation | None) -> RotatedExperts:
