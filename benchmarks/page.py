@@ -14,14 +14,19 @@ PAGE = Path(__file__).with_name("README.md")
 END = "<!-- end of figures -->"
 
 
-def section(name: str, found: dict[str, Any]) -> str:
-    """Return a benchmark's tables with date, machine and command, between marks that the next rewriting finds."""
+def section(name: str, runs: Sequence[dict[str, Any]]) -> str:
+    """Return the figures of one or more runs of a benchmark, between marks that the next rewriting finds."""
+    return "\n\n".join([start(name), *(figures(run) for run in runs), END])
+
+
+def figures(found: dict[str, Any]) -> str:
+    """Return a run's tables with date, machine and command."""
     machine, versions = found["machine"], found["versions"]
     on = f"{machine['cores']} cores of {machine['processor']}, torch {versions['torch']}"
     accelerators = ", ".join(machine.get("accelerators", []))
     origin = f"({found['date'][:10]}, {accelerators or on}: `{found['command']}`)"
     tables = [facts.markdown(table).replace(table["title"], f"{table['title']}:", 1) for table in found["tables"]]
-    return "\n\n".join([start(name), *tables, origin, END])
+    return "\n\n".join([*tables, origin])
 
 
 def start(name: str) -> str:
@@ -46,11 +51,13 @@ def rewrite(page: str, sections: dict[str, str]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Rewrite the page from JSON files."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("figures", nargs="+", help="NAME=FILE, such as step=step.json")
+    parser.add_argument("figures", nargs="+", help="NAME=FILE, such as step=step.json; a NAME may come again")
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
-    files = dict(text.split("=", 1) for text in options.figures)
-    sections = {name: section(name, facts.read_json(Path(file))) for name, file in files.items()}
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for name, file in (text.split("=", 1) for text in options.figures):
+        runs.setdefault(name, []).append(facts.read_json(Path(file)))
+    sections = {name: section(name, found) for name, found in runs.items()}
     options.page.write_text(rewrite(options.page.read_text(encoding="utf-8"), sections), encoding="utf-8")
 
 

@@ -59,7 +59,9 @@ def explain(alone: Sequence[dict[str, Any]], shared: Sequence[dict[str, Any]]) -
         "wire_s": wire,
         "replicated_s": replicated,
         "explained": (wire + replicated) / extra if extra > 0 else None,
-        "peak_rss_gib": {"alone": alone[-1]["modes"]["off"], "shared": last["modes"]["off"]},
+        "peak_rss_gib": {
+            side: found["modes"]["off"]["peak_rss_gib"] for side, found in (("alone", alone[-1]), ("shared", last))
+        },
         **{name: last[name] for name in ("collectives", "bytes", "received_bytes", "flops")},
     }
 

@@ -23,14 +23,14 @@ from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model, checkpoint_layers, summarize_model
 from rotexp.models.materialize import materialize
 from rotexp.rotation.file import save_rotations
-from rotexp.rotation.invariance import check_invariance, trace
+from rotexp.rotation.invariance import check_invariance, check_merged, trace
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel, start_from_file
 from rotexp.rotation.placement import place
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.strategies import precision_policy, shard
 from rotexp.sync.guard import GuardCounts, UnshardGuard, install
-from rotexp.tracking.console import TrainingProgress, results_table
+from rotexp.tracking.console import TrainingProgress, profile_table, results_table
 from rotexp.tracking.files import write_summary
 from rotexp.tracking.phases import Phases
 from rotexp.tracking.summary import train_summary, versions
@@ -86,6 +86,7 @@ class Experiment:
             rotations = model.bank.snapshot()
             with self.phases("merge"):
                 merge(model)
+                check_merged(self.original, model, self.proof_tokens, dtype=self.compute_dtype)
             with self.phases("evaluate"):
                 self.measure_result(model)
             with self.phases("save"):
@@ -97,6 +98,10 @@ class Experiment:
     def log(self, row: dict[str, float]) -> None:
         """Record metrics at the present step."""
         self.tracker.log(row, step=self.step)
+
+    def warn(self, text: str) -> None:
+        """Tell people of something they may not expect."""
+        self.console.print(f"warning: {text}", style="yellow", highlight=False, soft_wrap=True)
 
     def load(self) -> RotatedModel:
         """Build the model's structure, without memory, with rotations and quantizers in place."""
@@ -123,7 +128,11 @@ class Experiment:
         )
         self.guard = install(model.network, self.config.sync_mode)
         materialize(model.network, self.inputs.checkpoint, device=self.device, added=model.added)
-        start_from_file(model, self.config.rotation, identity=self.inputs.checkpoint.identity)
+        self.inputs.checkpoint.release()
+        replaced = start_from_file(model, self.config.rotation, identity=self.inputs.checkpoint.identity)
+        for name, error in replaced.items():
+            self.warn(f"{name} was {error:.1e} from orthogonal in {self.config.rotation.path}; the nearest is used")
+        model.keep_codes(not self.config.sharding.strategy.reshards_after_forward)
         Coordinator(model.network, self.communication).broadcast()
         self.summary["sharding"] = {"strategy": self.config.sharding.strategy.name, "effective": asdict(effective)}
         self.console.print(f"{self.config.sharding.strategy.name}: {effective.line()}", highlight=False, soft_wrap=True)
@@ -135,15 +144,24 @@ class Experiment:
     def prepare(self, model: RotatedModel) -> None:
         """Fold norms, bake online transforms, and prove that the float model is what it was."""
         for warning in model.warnings:
-            self.console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
-        tokens = torch.from_numpy(self.inputs.calibration[:1, :PROOF_TOKENS]).to(self.device)
-        original = trace(model, tokens, rotate=False)
+            self.warn(warning)
+        self.original = trace(model, self.proof_tokens, rotate=False)
         prepare(model)
-        prepared = trace(model, tokens, rotate=True)
-        dtype = precision_policy(self.config.sharding).param_dtype or getattr(torch, self.config.model.dtype.name)
-        error = check_invariance(original, prepared, layers=model.spec.layers, dtype=dtype)
+        prepared = trace(model, self.proof_tokens, rotate=True)
+        error = check_invariance(self.original, prepared, layers=model.spec.layers, dtype=self.compute_dtype)
         self.log({"eval/invariance": error})
         self.console.print(f"invariance: relative logit error {error:.1e}", highlight=False)
+
+    @property
+    def proof_tokens(self) -> Tensor:
+        """Token ids (1, tokens) that the invariance proofs run on."""
+        return torch.from_numpy(self.inputs.calibration[:1, :PROOF_TOKENS]).to(self.device)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        held: torch.dtype = getattr(torch, self.config.model.dtype.name)
+        return precision_policy(self.config.sharding).param_dtype or held
 
     def measure_as_it_comes(self, model: RotatedModel) -> None:
         """Measure the model as its checkpoint has it, norm gains not folded: float, and quantized without rotation."""
@@ -188,8 +206,8 @@ class Experiment:
                 guard=self.guard,
                 profiler=profiler,
             )
-        if profiler is not None and profiler.table is not None:
-            self.console.print(profiler.table)
+        if profiler is not None:
+            self.console.print(profile_table(profiler.figures, num_steps=profiler.num_steps))
         return result
 
     def profiler(self, steps: int) -> StepProfiler | None:

@@ -92,6 +92,9 @@ def _check_placement(config: Config, checkpoint: Checkpoint) -> None:
     model = build_model(checkpoint, dtype=torch.float32)
     rotated = place(model, find_spec(model), config.rotation, config.quant, seed=config.seed)
     rotated.check_widths()
+    if config.rotation.learned and config.train.steps and not len(rotated.bank):
+        reasons = "; ".join(rotated.warnings)
+        raise ValueError(f"rotation.learned=true: nothing is left to train ({reasons}); place R2, or set train.steps=0")
     start_from_file(rotated, config.rotation, identity=checkpoint.identity)
 
 

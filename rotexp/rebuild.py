@@ -16,7 +16,7 @@ from rotexp.models.load import build_model, open_checkpoint
 from rotexp.models.materialize import materialize
 from rotexp.rotation.file import LoadedRotations, assign_rotations, load_rotations
 from rotexp.rotation.hadamard import HadamardTransform
-from rotexp.rotation.invariance import LIMITS, check_invariance, relative_error, trace
+from rotexp.rotation.invariance import check_invariance, check_merged, trace
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.placement import place
@@ -73,7 +73,7 @@ def merge_rebuilt(rebuilt: Rebuilt) -> float:
     Raises:
         ArithmeticError: it, or that of the rotated model before the merge, exceeds the limit.
     """
-    model, limit = rebuilt.model, LIMITS[torch.float32]
+    model = rebuilt.model
     materialize(model.network, rebuilt.checkpoint, device=torch.device("cpu"), added=model.added)
     token_ids = _proof_tokens(model.network)
     original = trace(model, token_ids, rotate=False)
@@ -81,10 +81,7 @@ def merge_rebuilt(rebuilt: Rebuilt) -> float:
     rotated = trace(model, token_ids, rotate=True)
     check_invariance(original, rotated, layers=model.spec.layers, dtype=torch.float32)
     merge(model)
-    error = relative_error(original.logits, trace(model, token_ids, rotate=True).logits)
-    if not error <= limit:
-        raise ArithmeticError(f"invariance: merging changed the float logits by {error:.1e} relative (limit {limit})")
-    return error
+    return check_merged(original, model, token_ids, dtype=torch.float32)
 
 
 def _proof_tokens(network: nn.Module) -> Tensor:

@@ -1,13 +1,13 @@
-"""Where a training step goes: a torch profiler trace of a few steps, and a table of the loop's parts and operators."""
+"""Where a training step goes: a torch profiler trace of a few steps, and figures of the loop's parts and operators."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 PARTS = ("data", "forward", "backward", "consolidate", "clip", "optimizer", "metrics")
@@ -15,6 +15,17 @@ PARTS = ("data", "forward", "backward", "consolidate", "clip", "optimizer", "met
 PREFIX = "rotexp/"
 PROFILED_STEPS = 3
 OPERATORS = 12
+
+
+@dataclass(frozen=True)
+class PartFigures:
+    """Of one part of the loop, or one operator without what it calls: milliseconds and calls, means of a step."""
+
+    name: str
+    host_ms: float
+    device_ms: float
+    calls: float
+    operator: bool
 
 
 def part(name: str) -> record_function:
@@ -28,7 +39,7 @@ class StepProfiler:
 
     def __init__(self, folder: Path, *, rank: int, steps: int) -> None:
         self.trace = folder / f"trace-rank-{rank}.json"
-        self.table: Table | None = None
+        self.figures: list[PartFigures] = []
         self.num_steps = min(PROFILED_STEPS, max(1, steps - 1))
         self._profile = profile(
             activities=_activities(),
@@ -49,32 +60,29 @@ class StepProfiler:
 
     def _finish(self, profiled: Any) -> None:
         profiled.export_chrome_trace(str(self.trace))
-        self.table = _table(list(profiled.key_averages()), num_steps=self.num_steps)
+        self.figures = _figures(list(profiled.key_averages()), num_steps=self.num_steps)
 
 
 def _activities() -> list[ProfilerActivity]:
     return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
 
 
-def _table(events: Iterable[Any], *, num_steps: int) -> Table:
-    """Lay out milliseconds a step, on the host and on the device: the loop's parts, then the costliest operators."""
+def _figures(events: Iterable[Any], *, num_steps: int) -> list[PartFigures]:
+    """Return the loop's parts, then the costliest operators, each without what it calls."""
     by_name = {event.key: event for event in events}
-    table = Table(title=f"where a step goes (mean of {num_steps})", title_justify="left")
-    table.add_column("part")
-    for column in ("host ms", "device ms", "calls"):
-        table.add_column(column, justify="right")
+    found = []
     for name in PARTS:
         if event := by_name.pop(PREFIX + name, None):
-            table.add_row(name, *_figures(event.cpu_time_total, event.device_time_total, event.count, num_steps))
-    table.add_section()
+            times = (event.cpu_time_total, event.device_time_total)
+            found.append(_scaled(name, *times, event.count, num_steps, operator=False))
     operators = [event for event in by_name.values() if not event.key.startswith(("ProfilerStep", PREFIX))]
     operators.sort(key=lambda event: event.self_device_time_total or event.self_cpu_time_total, reverse=True)
     for event in operators[:OPERATORS]:
-        own = (event.self_cpu_time_total, event.self_device_time_total, event.count, num_steps)
-        table.add_row(f"  {event.key} (itself)", *_figures(*own))
-    return table
+        times = (event.self_cpu_time_total, event.self_device_time_total)
+        found.append(_scaled(event.key, *times, event.count, num_steps, operator=True))
+    return found
 
 
-def _figures(host_us: float, device_us: float, count: int, num_steps: int) -> tuple[str, str, str]:
+def _scaled(name: str, host_us: float, device_us: float, count: int, num_steps: int, *, operator: bool) -> PartFigures:
     scale = 1000 * num_steps
-    return f"{host_us / scale:,.1f}", f"{device_us / scale:,.1f}", f"{count / num_steps:,.0f}"
+    return PartFigures(name, host_us / scale, device_us / scale, count / num_steps, operator)

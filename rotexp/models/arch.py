@@ -331,7 +331,7 @@ def roles(model: nn.Module, spec: ArchSpec) -> dict[str, str]:
     }
     modules = {name: model.get_submodule(name) for name in roots if name and _child(model, name) is not None}
     for name, module in modules.items():
-        found |= {f"{name}.{parameter}": roots[name] for parameter, _ in module.named_parameters()}
+        found |= {f"{name}.{parameter}": roots[name] for parameter in _handled(module)}
     for name, _ in model.named_parameters():
         if spec.projections and fnmatchcase(name, f"{spec.projections}.*"):
             found[name] = "deliberately not rotated: maps embeddings of another width"
@@ -351,12 +351,18 @@ def _layer_roles(layer: nn.Module, spec: ArchSpec) -> dict[str, str]:
     found = {
         f"{name}.{parameter}": modules[name]
         for name in present(layer, modules)
-        for parameter, _ in layer.get_submodule(name).named_parameters()
+        for parameter in _handled(layer.get_submodule(name))
     }
     for name, _ in layer.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in spec.internal):
             found[name] = "deliberately not rotated: inside the attention, behind queries and keys"
     return found
+
+
+def _handled(module: nn.Module) -> list[str]:
+    """Return the module's own parameters of the names that are folded, rotated and merged."""
+    own = (name for name, _ in module.named_parameters(recurse=False))
+    return [name for name in own if name in ("weight", "bias", "gate_up_proj", "down_proj")]
 
 
 def r1_obstacle(model: nn.Module, spec: ArchSpec) -> str | None:

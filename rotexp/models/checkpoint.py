@@ -180,6 +180,10 @@ class Checkpoint:
     dtype: torch.dtype = torch.float32
     coarse: dict[str, str] = field(default_factory=dict)
 
+    def release(self) -> None:
+        """Let go of weights that are held in memory beside the model's (GGUF)."""
+        getattr(self.weights, "release", lambda: None)()
+
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return rows of the model's parameter `name`, on the host."""
         source = self.aliases.get(name, name)

@@ -48,6 +48,10 @@ class GGUFWeights:
         """Return rows of one tensor, on the host."""
         return self._tensors[name][rows]
 
+    def release(self) -> None:
+        """Let go of the dequantized tensors; the file is read again when one is asked for."""
+        vars(self).pop("_tensors", None)
+
     def __getstate__(self) -> dict[str, Any]:
         return {"file": self.file}
 

@@ -157,6 +157,9 @@ def checkpoint_layers(model: nn.Module, spec: ArchSpec) -> None:
         hugging_face.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     for layer in model.get_submodule(spec.layers).children():
         layer.training = True
+        for name, value in tuple(vars(layer).items()):
+            if "dropout" in name and isinstance(value, float):  # OPT's layers drop out by themselves
+                setattr(layer, name, 0.0)
 
 
 def _concrete(dtype: ModelDtype, checkpoint: Checkpoint) -> ModelDtype:

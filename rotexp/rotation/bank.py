@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rotexp.rotation.hadamard import random_hadamard, random_orthogonal
+from rotexp.rotation.products import rotate_columns, rotate_rows
 
 
 class RotationBank(nn.Module):
@@ -132,11 +133,11 @@ class Rotation:
             values: (..., m * n), with m the number of blocks if the rotation has its own; computed in the bank's
                 dtype, returned in that of `values`.
         """
-        return _rotate_last(values, self.matrix)
+        return rotate_columns(values, self.matrix)
 
     def unrotate(self, values: Tensor) -> Tensor:
         """Return `values @ Rᵀ`, the inverse of `rotate`."""
-        return _rotate_last(values, self.matrix.mT)
+        return rotate_columns(values, self.matrix.mT)
 
     def rotate_rows(self, weight: Tensor) -> Tensor:
         """Return `Rᵀ W`: what a linear must be whose output is rotated.
@@ -144,26 +145,12 @@ class Rotation:
         Args:
             weight: (m * n, inputs), or (m * n,) for a bias, with m as in `rotate`.
         """
-        matrix = self.matrix
-        blocks = weight.to(matrix.dtype).reshape(*_split(matrix), *weight.shape[1:] or (1,))
-        return (matrix.mT @ blocks).reshape(weight.shape).to(weight.dtype)
+        columns = weight if weight.ndim > 1 else weight.unsqueeze(-1)
+        return rotate_rows(columns, self.matrix, rows=None).reshape(weight.shape)
 
 
 def _is_square(matrix: Tensor) -> bool:
     return matrix.ndim in (2, 3) and matrix.shape[-2] == matrix.shape[-1]
-
-
-def _split(matrix: Tensor) -> tuple[int, int]:
-    """Return what a rotated dimension is split into: the rotation's own blocks, or as many of n as it holds."""
-    return (matrix.shape[0] if matrix.ndim == 3 else -1), matrix.shape[-1]
-
-
-def _rotate_last(values: Tensor, matrix: Tensor) -> Tensor:
-    if matrix.ndim == 2 and values.shape[-1] == matrix.shape[0]:
-        return (values.to(matrix.dtype) @ matrix).to(values.dtype)
-    blocks = values.to(matrix.dtype).reshape(*values.shape[:-1], *_split(matrix))
-    rotated = blocks @ matrix if matrix.ndim == 2 else torch.einsum("...bi,bij->...bj", blocks, matrix)
-    return rotated.reshape(values.shape).to(values.dtype)
 
 
 def draw(kind: str, order: int, *, name: str, seed: int, blocks: int | None = None) -> Tensor:

@@ -65,7 +65,8 @@ class RotatedExperts(nn.Module):
         rotation = self.residual if self.mode.rotate and not weight_side else None
         x = self._quantize(hidden_states)
         x = x if rotation is None else rotation.unrotate(x)
-        gate_up, down = self._quantized_weights() if weight_side else (self.gate_up_proj, self.down_proj)
+        weights = self._quantized_weights() if weight_side else (self.gate_up_proj, self.down_proj)
+        gate_up, down = (weight.unbind() for weight in weights)  # one gradient for all, not a whole one for each
         mixed = torch.zeros_like(hidden_states)
         for expert in torch.unique(top_k_index).tolist():
             tokens, place = torch.where(top_k_index == expert)

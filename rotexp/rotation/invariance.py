@@ -62,6 +62,19 @@ def relative_error(original: Tensor, changed: Tensor) -> float:
     return float((changed - original).abs().max() / original.abs().max())
 
 
+@torch.no_grad()
+def check_merged(original: Trace, model: RotatedModel, token_ids: Tensor, *, dtype: torch.dtype) -> float:
+    """Return the relative logit error of the merged model.
+
+    Raises:
+        ArithmeticError: it exceeds the limit.
+    """
+    error, limit = relative_error(original.logits, trace(model, token_ids, rotate=True).logits), LIMITS[dtype]
+    if not error <= limit:
+        raise ArithmeticError(f"invariance: merging changed the logits by {error:.1e} relative (limit {limit:.0e})")
+    return error
+
+
 def check_invariance(original: Trace, prepared: Trace, *, layers: str, dtype: torch.dtype) -> float:
     """Return the relative logit error of the prepared model.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +12,7 @@ from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation
 from rotexp.rotation.hadamard import HadamardTransform
 from rotexp.rotation.mode import Mode
-from rotexp.rotation.products import rotated_linear
+from rotexp.rotation.products import rotate_rows, rotate_weight, rotated_linear
 from rotexp.rotation.shared_input import SharedInput
 from rotexp.rotation.side import LinearShape, Side, Sides, cheapest_sides, weight_sides
 from rotexp.sharding.shards import local_rows
@@ -31,6 +29,7 @@ class RotatedLinear(nn.Module):
         input_rotation, output_rotation: None once merged, or where no rotation acts.
         output_rows: which outputs the output rotation acts on (None: all).
         online: None until `bake` has put H into W.
+        keep_codes: whether the backward finds the quantized weight as integer codes, or forms it once more.
     """
 
     def __init__(
@@ -58,6 +57,7 @@ class RotatedLinear(nn.Module):
         self.output_rows = output_rows
         self.online: HadamardTransform | None = None
         self._unbaked = online
+        self.keep_codes = True
         self.reuse = False
         self._kept: Tensor | None = None
         self.shared = SharedInput() if shared is None else shared
@@ -99,13 +99,14 @@ class RotatedLinear(nn.Module):
                 weight=self.weight,
                 bias=self.bias if inside is None else self._rotated_bias(),
                 quantizer=self.weight_quantizer if self.mode.quantize else _OFF,
-                input_rotation=None if before is None else before.matrix,
-                output_rotation=None if inside is None else inside.matrix,
+                input_rotation=_matrix(before),
+                output_rotation=_matrix(inside),
                 output_rows=self.output_rows,
+                keep_codes=self.keep_codes,
             )
         if after is None or inside is not None:
             return y
-        return _on_rows(self.output_rows, after.rotate, y, dim=-1)
+        return _rotate_outputs(y, after, self.output_rows)
 
     def _shape(self) -> LinearShape:
         outputs, inputs = self.weight.shape
@@ -115,8 +116,6 @@ class RotatedLinear(nn.Module):
         return LinearShape(inputs, outputs, before, after, rotated)
 
     def _quantized_weight(self) -> Tensor:
-        if not self.reuse:
-            return self.weight_quantizer(self._rotated_weight())
         if self._kept is None:
             self._kept = self.weight_quantizer(self._rotated_weight())
         return self._kept
@@ -147,19 +146,14 @@ class RotatedLinear(nn.Module):
         weight: Tensor = self.weight
         if not self.mode.rotate:
             return weight
-        if self.input_rotation is not None:
-            weight = self.input_rotation.rotate(weight)
-        return self._rotate_rows(weight)
+        before, after = _matrix(self.input_rotation), _matrix(self.output_rotation)
+        return rotate_weight(weight, before=before, after=after, rows=self.output_rows)
 
     def _rotated_bias(self) -> Tensor | None:
-        if self.bias is None or self.output_rotation is None or not self.mode.rotate:
+        rotation = self.output_rotation
+        if self.bias is None or rotation is None or not self.mode.rotate:
             return self.bias
-        return self._rotate_rows(self.bias)
-
-    def _rotate_rows(self, rows: Tensor) -> Tensor:
-        if self.output_rotation is None:
-            return rows
-        return _on_rows(self.output_rows, self.output_rotation.rotate_rows, rows, dim=0)
+        return rotate_rows(self.bias.unsqueeze(-1), rotation.matrix, rows=self.output_rows).squeeze(-1)
 
     @torch.no_grad()
     def bake(self) -> None:
@@ -183,18 +177,24 @@ class RotatedLinear(nn.Module):
 _OFF = FakeQuantizer(QuantSpec())
 
 
+def _matrix(rotation: Rotation | None) -> Tensor | None:
+    return None if rotation is None else rotation.matrix
+
+
 def _tokens(x: Tensor) -> int:
-    """Count one block's tokens, which, unlike the batch, do not depend on how many ranks and steps divide it."""
+    """Count the tokens of one block, whose number, unlike a batch's, does not depend on ranks and accumulation.
+
+    A model that flattens batch and tokens before this linear gives the whole micro batch.
+    """
     return x.shape[-2] if x.ndim > 1 else 1
 
 
-def _on_rows(rows: ValueRows | None, function: Callable[[Tensor], Tensor], tensor: Tensor, *, dim: int) -> Tensor:
-    """Apply a function that keeps shapes to some indices of the first or the last dimension (None: to all)."""
+def _rotate_outputs(y: Tensor, rotation: Rotation, rows: ValueRows | None) -> Tensor:
+    """Rotate some outputs of y: (..., outputs), or all."""
     if rows is None:
-        return function(tensor)
-    outer, inner = (0, 1) if dim == 0 else (-2, -1)
-    blocks = torch.unflatten(tensor, dim, (rows.num_blocks, -1))
-    sizes = [rows.start, rows.stop - rows.start, blocks.shape[inner] - rows.stop]
-    before, chosen, after = torch.split(blocks, sizes, dim=inner)
-    changed = torch.unflatten(function(chosen.flatten(outer, inner)), dim, (rows.num_blocks, -1))
-    return torch.cat([before, changed, after], dim=inner).flatten(outer, inner)
+        return rotation.rotate(y)
+    blocks = torch.unflatten(y, -1, (rows.num_blocks, -1))
+    sizes = [rows.start, rows.stop - rows.start, blocks.shape[-1] - rows.stop]
+    before, chosen, after = torch.split(blocks, sizes, dim=-1)
+    rotated = torch.unflatten(rotation.rotate(chosen.flatten(-2)), -1, (rows.num_blocks, -1))
+    return torch.cat([before, rotated, after], dim=-1).flatten(-2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,8 +20,6 @@ from rotexp.rotation.hadamard import is_constructible
 from rotexp.rotation.hooks import RotatedInput, RotatedOutput
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode
-
-LOGGER = logging.getLogger(__name__)
 
 Consumer = RotatedLinear | RotatedExperts | RotatedInput | RotatedOutput
 """What uses rotations: it can say what its parameters are with them baked in (`merged`), and let go (`release`)."""
@@ -84,6 +81,15 @@ class RotatedModel:
         logits: torch.Tensor = self.network(token_ids, use_cache=False).logits
         return logits
 
+    def keep_codes(self, keep: bool) -> None:
+        """Say whether quantized weights are kept from forward to backward, as integer codes of a byte a weight.
+
+        Sharding that frees a layer's weights in between would be undone by it.
+        """
+        for module in self.rotated_modules:
+            if isinstance(module, RotatedLinear):
+                module.keep_codes = keep
+
     def refresh_quantizers(self) -> None:
         """Forget every cached clip ratio; to be called when weights or rotations have moved."""
         for module in self.rotated_modules:
@@ -126,22 +132,22 @@ class RotatedModel:
         }
 
 
-def start_from_file(model: RotatedModel, rotation: RotationConfig, *, identity: str) -> None:
+def start_from_file(model: RotatedModel, rotation: RotationConfig, *, identity: str) -> dict[str, float]:
     """Let the bank hold the rotations of the file `rotation.path`, if one is named.
 
     Args:
         identity: what the model is called in files.
 
+    Returns:
+        The rotations that were not quite orthogonal and were replaced by the nearest that are, with max|R Rᵀ − I|.
+
     Raises:
         ValueError: the file cannot be read, or does not fit the model.
     """
-    if rotation.path is not None:
-        loaded = load_rotations(Path(rotation.path))
-        replaced = assign_rotations(
-            model.bank, loaded, model=identity, placements=model.placements, online=model.online
-        )
-        for name, error in replaced.items():
-            LOGGER.warning(f"{rotation.path}: {name} was {error:.1e} from orthogonal; the nearest rotation is used")
+    if rotation.path is None:
+        return {}
+    loaded = load_rotations(Path(rotation.path))
+    return assign_rotations(model.bank, loaded, model=identity, placements=model.placements, online=model.online)
 
 
 def draw_start(kind: RotationInit, shape: torch.Size | tuple[int, ...], *, name: str, seed: int) -> torch.Tensor:

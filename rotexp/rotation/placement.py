@@ -89,7 +89,8 @@ class _Placer:
         if obstacle is None:
             return True
         if getattr(self.rotation, key):
-            raise ValueError(f"rotation.{key}=true: cannot act: {obstacle}; set rotation.{key}=false")
+            remedy = "" if "; set " in obstacle else f"; set rotation.{key}=false"
+            raise ValueError(f"rotation.{key}=true: cannot act: {obstacle}{remedy}")
         warning = f"{key.upper()} is left out: {obstacle}"
         if warning not in self.placed.warnings:
             self.placed.warnings.append(warning)
@@ -213,18 +214,13 @@ class _Placer:
             return None
         size = self.rotation.block_size or width
         _check_block(size, width, where="the down projection's input")
-        transform = self._transform("r4", size, blocks=width // size)
-        if transform is not None:
-            self.placed.online["R4" if self.placed.online.get("R4", size) == size else f"R4_{size}"] = size
-        return transform
-
-    def _transform(self, key: str, order: int, *, blocks: int = 1) -> HadamardTransform | None:
-        """Return an online transform, or None if its order has no Hadamard matrix and it may be left out."""
         try:
-            return HadamardTransform(order, blocks=blocks)
+            transform = HadamardTransform(size, blocks=width // size)
         except ValueError as error:
-            self._wanted(key, str(error))
+            self._wanted("r4", str(error))
             return None
+        self.placed.online["R4" if self.placed.online.get("R4", size) == size else f"R4_{size}"] = size
+        return transform
 
     def _place_ends(self, residual: Rotation | None) -> None:
         """Rotate embeddings and head."""
@@ -241,8 +237,9 @@ class _Placer:
         """Put R3 and the quantization of keys and values into the attention."""
         width, obstacle = head_dim(self.config), cache_obstacle(self.model)
         rotation = None
-        if self.rotation.r3 is not False and self._wanted("r3", obstacle):
-            rotation = self._transform("r3", width)
+        unknown = None if is_constructible(width) else f"heads of {width} have no Hadamard matrix"
+        if self.rotation.r3 is not False and self._wanted("r3", obstacle or unknown):
+            rotation = HadamardTransform(width)
         if self.quant.kv.enabled and obstacle:
             raise ValueError(f"quant.kv.bits={self.quant.kv.bits}: cannot act: {obstacle}; choose a quant without kv")
         if rotation is not None:

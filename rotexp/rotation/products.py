@@ -192,15 +192,19 @@ def rows_gradient(values: Tensor, gradient: Tensor, matrix: Tensor, *, rows: Val
 
 def _column_blocks(values: Tensor, matrix: Tensor) -> Tensor:
     """View columns as rows of n for an (n, n) matrix, (rows * m, n), or as blocks for one of blocks, (rows, m, n)."""
-    shape = (-1, matrix.shape[-1]) if matrix.ndim == 2 else (-1, *matrix.shape[:2])
-    return values.to(matrix.dtype).reshape(shape)
+    blocks = values.to(matrix.dtype).reshape(*values.shape[:-1], *_split(matrix))
+    return blocks.reshape(-1, *matrix.shape[:-1])
 
 
 def _row_blocks(values: Tensor, matrix: Tensor, *, rows: ValueRows | None) -> Tensor:
     """View the rows that a matrix acts on as (m, n, inputs)."""
     chosen = values if rows is None else _choose(values, rows)
-    count = matrix.shape[0] if matrix.ndim == 3 else -1
-    return chosen.to(matrix.dtype).reshape(count, matrix.shape[-1], values.shape[-1])
+    return chosen.to(matrix.dtype).reshape(*_split(matrix), values.shape[-1])
+
+
+def _split(matrix: Tensor) -> tuple[int, int]:
+    """Return what a rotated dimension is split into: the rotation's own blocks, or as many of n as it holds."""
+    return (matrix.shape[0] if matrix.ndim == 3 else -1), matrix.shape[-1]
 
 
 def _choose(values: Tensor, rows: ValueRows) -> Tensor:

@@ -73,16 +73,13 @@ def cheapest_sides(linears: tuple[LinearShape, ...], *, tokens: int, learned: bo
     return min(options, key=lambda sides: cost(sides, linears))
 
 
-def multiply_adds(
-    linears: Sequence[LinearShape], sides: Sides, *, tokens: int, learned: bool, kept: bool = False
-) -> int:
+def multiply_adds(linears: Sequence[LinearShape], sides: Sides, *, tokens: int, learned: bool) -> int:
     """Count the multiply-adds of rotating around linears that read one input, beyond those of the plain linears.
 
     Args:
         linears, sides: as many outputs' sides as linears.
         tokens: how many rows the input has.
         learned: whether the rotations get gradients.
-        kept: whether rotated weights are kept for the backward pass (as integer codes).
     """
     rows, total = tokens * (3 if learned else 1), 0  # learned: also the gradients of activation and matrix
     if sides.input is Side.tokens:
@@ -92,16 +89,15 @@ def multiply_adds(
         on_tokens = side is Side.tokens
         total += rows * linear.rotated_rows * linear.output_order * on_tokens
         rest = replace(linear, output_order=0) if on_tokens else linear
-        total += _on_weight(rest, tokens=tokens, learned=learned, kept=kept)
+        total += _on_weight(rest, tokens=tokens, learned=learned)
     return total
 
 
-def _on_weight(linear: LinearShape, *, tokens: int, learned: bool, kept: bool) -> int:
+def _on_weight(linear: LinearShape, *, tokens: int, learned: bool) -> int:
     """Count `Lᵀ W R` and, if learned, the weight's gradient, the products with it, and the weight once more."""
     columns = linear.outputs * linear.inputs * linear.input_order
     rows = linear.rotated_rows * linear.inputs * linear.output_order
     if not learned or not columns + rows:
         return columns + rows
     between = columns + rows if columns and rows else 0  # W R for dL, and L D for dR
-    again = 0 if kept else columns + rows
-    return 2 * (columns + rows) + again + between + tokens * linear.outputs * linear.inputs
+    return 3 * (columns + rows) + between + tokens * linear.outputs * linear.inputs

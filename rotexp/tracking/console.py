@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from rotexp.metrics.profiler import PartFigures
 
 ROWS = {
     "float": "float",
@@ -78,4 +80,16 @@ def results_table(evaluation: Mapping[str, Any], *, title: str, trained: bool) -
             change = f"{row['perplexity'] / base - 1:+.1%}" if name != "float" else ""
             figures = (f"{row['perplexity']:.2f}", change, f"{row['kl']:.4f}", f"{row['top1_agreement']:.1%}")
             table.add_row(label, *figures)
+    return table
+
+
+def profile_table(figures: Sequence[PartFigures], *, num_steps: int) -> Table:
+    """Return the table of where a training step went."""
+    table = Table(title=f"where a step goes (mean of {num_steps})", title_justify="left")
+    table.add_column("part")
+    for column in ("host ms", "device ms", "calls"):
+        table.add_column(column, justify="right")
+    for part in figures:
+        name = f"  {part.name} (itself)" if part.operator else part.name
+        table.add_row(name, f"{part.host_ms:,.1f}", f"{part.device_ms:,.1f}", f"{part.calls:,.0f}")
     return table

@@ -63,6 +63,7 @@ def train(
     objective = build(config.objective)
     meter = _Meter(model, config, coordinator, guard)
     result = TrainResult()
+    model.refresh_quantizers()  # what was searched until now belongs to other rotations
     began = time.perf_counter()
     with model.mode.set(rotate=True, quantize=True):
         share = torch.zeros((), device=accelerator.device)

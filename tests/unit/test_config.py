@@ -416,7 +416,8 @@ def other(value: Any) -> Any:
         case list():
             return [*value, "another"]
         case Null(annotation):
-            return {"int | None": 3, "bool | None": True, "str | None": "text", "Dtype | None": Dtype.float16}[annotation]
+            others = {"int | None": 3, "bool | None": True, "str | None": "text", "Dtype | None": Dtype.float16}
+            return others[annotation]
         case _:
             return f"{value} another"
 
