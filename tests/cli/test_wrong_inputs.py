@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma2Config
 
+from rotexp.models import tiny
 from rotexp.train import main
 
 Refusal = Callable[..., str]
@@ -224,3 +226,13 @@ def test_a_folder_that_holds_a_run_is_refused_whatever_became_of_it(
     assert capsys.readouterr().err == f"rotexp: {expected}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
     assert (tmp_path / "summary.json").read_text(encoding="utf-8") == text
+
+
+def test_training_nothing_is_refused(refusal: Refusal, tmp_path: Path) -> None:
+    shape = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Gemma2Config(**shape, num_key_value_heads=2, head_dim=12, vocab_size=2048)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gemma")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny.FOLDER / file, tmp_path / "gemma")
+    line = refusal(f"model.path={tmp_path / 'gemma'}", "rotation.r2=false")
+    assert "rotation.learned=true: nothing is left to train (R1 is left out: " in line

@@ -233,7 +233,7 @@ def test_amortized_steps_lie_between_a_cached_and_a_searching_one() -> None:
 def test_extra_cost_is_split_into_wire_and_repeated_work() -> None:
     def found(seconds: float, operations: int, wire: float, ranks: int) -> dict[str, Any]:
         counts = {"collectives": {}, "bytes": {}, "received_bytes": 0.0}
-        modes = {"off": {"seconds": [seconds]}}
+        modes = {"off": {"seconds": [seconds], "peak_rss_gib": 1.0}}
         return {"modes": modes, "flops": operations, "wire_s": wire, "world_size": ranks, **counts}
 
     row = sharding.explain([found(1.0, 100, 0.0, 1)], [found(1.5, 30, 0.2, 4)])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, OPTConfig
 
 from rotexp.config import ModelConfig, ModelSource, QuantConfig, RotationConfig
-from rotexp.models.arch import find_spec
+from rotexp.models.arch import OPT, find_spec
 from rotexp.models.load import build_model, checkpoint_layers, open_checkpoint
 from rotexp.models.materialize import materialize
 from rotexp.quant.spec import QuantSpec
@@ -37,3 +38,12 @@ def test_layers_are_recomputed_and_gradients_stay() -> None:
     assert len(plain) == 3
     for one, other in zip(plain, recomputed, strict=True):
         assert torch.equal(one, other)
+
+
+def test_layers_that_drop_out_by_themselves_do_not() -> None:
+    shape = {"hidden_size": 48, "word_embed_proj_dim": 48, "ffn_dim": 80, "vocab_size": 61}
+    config = OPTConfig(**shape, num_hidden_layers=2, num_attention_heads=4, dropout=0.5)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    expected = model(torch.arange(8)[None]).logits
+    checkpoint_layers(model, OPT)
+    torch.testing.assert_close(model(torch.arange(8)[None], use_cache=False).logits, expected)

@@ -1,0 +1,59 @@
+"""The loop begins with quantizers that fit the rotations it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from rotexp.config import (
+    COMPONENTS,
+    CayleySGDConfig,
+    Config,
+    DataConfig,
+    QuantConfig,
+    RotationConfig,
+    RotationInit,
+    TrainConfig,
+)
+from rotexp.quant.fake import search_clip_ratios
+from rotexp.quant.spec import QuantSpec
+from rotexp.rotation.linear import RotatedLinear
+from rotexp.sharding.communication import Communication
+from rotexp.training.loop import train
+
+Factory = Callable[..., Any]
+
+
+def test_clip_ratios_searched_for_other_rotations_are_forgotten(llama: Factory, rotated: Factory) -> None:
+    spec = QuantSpec(4, symmetric=True, clip_search=True)
+    config = Config(
+        data=DataConfig(name="text", sequence_length=8, global_batch_size=2),
+        quant=QuantConfig(name="w4", weights=spec),
+        rotation=RotationConfig(name="learned", init=RotationInit.random),
+        optimizer=CayleySGDConfig(lr=1e-6),
+        objective=COMPONENTS["objective"]["ce"],
+        train=TrainConfig(steps=1),
+    )
+    model = rotated(llama(), config.rotation, config.quant)
+    blocks = np.random.default_rng(0).integers(0, 61, (4, 8))
+    with model.mode.set(rotate=False, quantize=True):
+        model.logits(torch.from_numpy(blocks))
+    device = torch.device("cpu")
+    train(
+        model,
+        blocks,
+        config,
+        accelerator=Accelerator(cpu=True),
+        communication=Communication(rank=0, world_size=1, device=device),
+        log=lambda _step, _row: None,
+    )
+    linears = [module for module in model.rotated_modules if isinstance(module, RotatedLinear)]
+    with model.mode.set(rotate=True, quantize=True), torch.no_grad():
+        for linear in linears[:-1]:  # the last is the head, which is not quantized
+            cached = linear.weight_quantizer._clip_ratios
+            fresh = search_clip_ratios(linear._rotated_weight(), spec=spec)
+            assert (cached == fresh).float().mean() > 0.98  # the step moved the rotations by a millionth
