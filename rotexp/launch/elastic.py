@@ -14,6 +14,7 @@ import time
 import uuid
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -42,22 +43,24 @@ def run_elastic(config: Config, inputs: Inputs, folder: Path, *, nproc: int) -> 
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-    )
-    with tempfile.TemporaryDirectory(prefix="rotexp-") as failures:
+    with tempfile.TemporaryDirectory(prefix="rotexp-", ignore_cleanup_errors=True) as folder_aside:
+        failures = Path(folder_aside)
+        settings = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=str(failures / "elastic")),  # by default a folder that nobody removes
+        )
         try:
-            elastic_launch(settings, _run_recorded)(config, inputs, folder, Path(failures))
+            elastic_launch(settings, _run_recorded)(config, inputs, folder, failures)
         except ChildFailedError as error:
-            raise RankError(_first_failure(error, Path(failures))) from None
+            raise RankError(_first_failure(error, failures)) from None
         except SignalException as error:
             raise Interrupted(error.sigval) from None
 

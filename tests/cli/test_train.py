@@ -382,3 +382,12 @@ def test_what_a_model_does_not_let_exist_is_left_out_or_refused(train: Train, od
         refused = train(*model, wrong)
         assert (refused.code, refused.errors.count("\n")) == (2, 1)
         assert reason in refused.errors
+
+
+def test_ranks_leave_nothing_in_the_temporary_folder(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    ended = train("tracker=jsonl", "train.steps=1", "launch=elastic", "launch.nproc=2")
+    assert (ended.code, ended.errors) == (0, "")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(("torchelastic", "rotexp"))] == []
