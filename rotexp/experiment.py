@@ -23,7 +23,7 @@ from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model, checkpoint_layers, summarize_model
 from rotexp.models.materialize import materialize
 from rotexp.rotation.file import save_rotations
-from rotexp.rotation.invariance import check_invariance, check_merged, trace
+from rotexp.rotation.invariance import PROOF_TOKENS, check_invariance, check_merged, trace
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel, start_from_file
 from rotexp.rotation.placement import place
@@ -37,9 +37,6 @@ from rotexp.tracking.summary import train_summary, versions
 from rotexp.tracking.tracker import open_trackers
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.loop import TrainResult, train
-
-PROOF_TOKENS = 64
-"""Tokens of the first calibration block that the invariance proof runs on."""
 
 
 class Experiment:
@@ -128,7 +125,7 @@ class Experiment:
         )
         self.guard = install(model.network, self.config.sync_mode)
         materialize(model.network, self.inputs.checkpoint, device=self.device, added=model.added)
-        self.inputs.checkpoint.release()
+        self.inputs.checkpoint.weights.release()
         replaced = start_from_file(model, self.config.rotation, identity=self.inputs.checkpoint.identity)
         for name, error in replaced.items():
             self.warn(f"{name} was {error:.1e} from orthogonal in {self.config.rotation.path}; the nearest is used")

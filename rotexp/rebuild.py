@@ -16,13 +16,10 @@ from rotexp.models.load import build_model, open_checkpoint
 from rotexp.models.materialize import materialize
 from rotexp.rotation.file import LoadedRotations, assign_rotations, load_rotations
 from rotexp.rotation.hadamard import HadamardTransform
-from rotexp.rotation.invariance import check_invariance, check_merged, trace
+from rotexp.rotation.invariance import PROOF_TOKENS, check_invariance, check_merged, trace
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.placement import place
-
-PROOF_TOKENS = 64
-"""Random tokens that the invariance proof runs on."""
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _run(config: Config, inputs: Any, folder: Path, *, world_size: int) -> None:
         return
     from rotexp.launch.elastic import run_elastic
 
-    inputs.checkpoint.release()
+    inputs.checkpoint.weights.release()
     run_elastic(config, inputs, folder, nproc=world_size)
 
 

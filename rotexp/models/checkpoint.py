@@ -32,6 +32,10 @@ class Weights(Protocol):
         """Return rows of the tensor called `name`, on the host, in its stored dtype."""
         ...
 
+    def release(self) -> None:
+        """Let go of what is held in memory; reading goes on."""
+        ...
+
 
 @dataclass(frozen=True)
 class FileWeights(ABC):
@@ -54,6 +58,10 @@ class FileWeights(ABC):
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return rows of one tensor, on the host."""
         return self._read_from(self._header[name][0], name, rows)
+
+    def release(self) -> None:
+        """Let go of the files' headers."""
+        vars(self).pop("_header", None)
 
     @abstractmethod
     def _shapes_in(self, file: Path) -> dict[str, Shape]: ...
@@ -126,6 +134,9 @@ class RandomWeights:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         return torch.randn(shape, generator=generator)[rows] * 0.02
 
+    def release(self) -> None:
+        """Do nothing: nothing is held."""
+
 
 @dataclass(frozen=True)
 class ExpertStack:
@@ -179,10 +190,6 @@ class Checkpoint:
     aliases: dict[str, Source] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     coarse: dict[str, str] = field(default_factory=dict)
-
-    def release(self) -> None:
-        """Let go of weights that are held in memory beside the model's (GGUF)."""
-        getattr(self.weights, "release", lambda: None)()
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return rows of the model's parameter `name`, on the host."""

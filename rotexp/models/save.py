@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from rotexp.folders import complete_folder
 from rotexp.models.checkpoint import Checkpoint, SafetensorsWeights, safetensors_files
+from rotexp.models.hf_config import QUANTIZED_KEYS
 
 MANIFEST_FILE = "rotexp_manifest.json"
 GENERATION_FILE = "generation_config.json"
-FOREIGN_SETTINGS = ("quantization_config", "compression_config")
-"""What a source's config says of how its weights were stored, which is not how ours are."""
 
 
 def save_checkpoint(
@@ -75,7 +74,7 @@ def plain_model(config: Any, *, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     clean = copy.deepcopy(config)
-    for name in FOREIGN_SETTINGS:
+    for name in QUANTIZED_KEYS:
         if hasattr(clean, name):
             delattr(clean, name)
     clean._attn_implementation = None

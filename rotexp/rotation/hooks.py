@@ -10,13 +10,29 @@ from rotexp.rotation.bank import Rotation
 from rotexp.rotation.mode import Mode
 
 
-class RotatedOutput:
-    """Rotates the output of an embedding by a hook; a merge rotates its `weight` (rows, hidden)."""
+class _HookedRotation:
+    """A rotation at one side of a module, which a merge bakes into the columns of its `weight` (rows, hidden)."""
 
     def __init__(self, module: nn.Module, *, mode: Mode, rotation: Rotation) -> None:
         self.module = module
         self.mode = mode
         self.rotation: Rotation | None = rotation
+
+    def merged(self) -> dict[str, Tensor]:
+        """Return the weight with the rotation baked in (the whole parameter must be gathered)."""
+        weight = self.module.get_parameter("weight")
+        return {"weight": weight if self.rotation is None else self.rotation.rotate(weight)}
+
+    def release(self) -> None:
+        """Let go of the rotation's handle."""
+        self.rotation = None
+
+
+class RotatedOutput(_HookedRotation):
+    """Rotates the output of an embedding by a hook."""
+
+    def __init__(self, module: nn.Module, *, mode: Mode, rotation: Rotation) -> None:
+        super().__init__(module, mode=mode, rotation=rotation)
         module.register_forward_hook(self)
 
     def __call__(self, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
@@ -28,22 +44,12 @@ class RotatedOutput:
         """What rotates input and output, by name; empty where nothing does."""
         return "", self.rotation.name if self.rotation else ""
 
-    def merged(self) -> dict[str, Tensor]:
-        """Return the weight with the rotation baked in (the whole parameter must be gathered)."""
-        return _merged(self.module, self.rotation)
 
-    def release(self) -> None:
-        """Let go of the rotation's handle."""
-        self.rotation = None
-
-
-class RotatedInput:
-    """Rotates the input of an unquantized reader back by a hook; a merge rotates its `weight` (outputs, hidden)."""
+class RotatedInput(_HookedRotation):
+    """Rotates the input of an unquantized reader back by a hook."""
 
     def __init__(self, module: nn.Module, *, mode: Mode, rotation: Rotation) -> None:
-        self.module = module
-        self.mode = mode
-        self.rotation: Rotation | None = rotation
+        super().__init__(module, mode=mode, rotation=rotation)
         module.register_forward_pre_hook(self)
 
     def __call__(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -56,16 +62,3 @@ class RotatedInput:
     def sides(self) -> tuple[str, str]:
         """What rotates input and output, by name; empty where nothing does."""
         return self.rotation.name if self.rotation else "", ""
-
-    def merged(self) -> dict[str, Tensor]:
-        """Return the weight with the rotation baked in (the whole parameter must be gathered)."""
-        return _merged(self.module, self.rotation)
-
-    def release(self) -> None:
-        """Let go of the rotation's handle."""
-        self.rotation = None
-
-
-def _merged(module: nn.Module, rotation: Rotation | None) -> dict[str, Tensor]:
-    weight = module.get_parameter("weight")
-    return {"weight": weight if rotation is None else rotation.rotate(weight)}

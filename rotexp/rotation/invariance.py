@@ -14,6 +14,9 @@ from torch import Tensor
 from rotexp.models.arch import decoder_layers
 from rotexp.rotation.model import RotatedModel
 
+PROOF_TOKENS = 64
+"""How many tokens the proofs run on."""
+
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 """Largest relative logit error by the weights' dtype; the coarse ones leave room for rounding of folded weights."""
 

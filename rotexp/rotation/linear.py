@@ -69,7 +69,7 @@ class RotatedLinear(nn.Module):
             x = self.online(x)
         quantized = self.mode.quantize and self.weight_quantizer.spec.enabled
         linears = self.shared.linears
-        sides = weight_sides(linears) if quantized else cheapest_sides(linears, tokens=_tokens(x), learned=True)
+        sides = weight_sides(linears) if quantized else cheapest_sides(linears, tokens=_tokens(x))
         x = self.shared(
             x,
             reader=self._reader,
@@ -182,11 +182,11 @@ def _matrix(rotation: Rotation | None) -> Tensor | None:
 
 
 def _tokens(x: Tensor) -> int:
-    """Count the tokens of one block, whose number, unlike a batch's, does not depend on ranks and accumulation.
+    """Count the tokens of one block of x: (batch, tokens, width), which do not depend on ranks and accumulation.
 
-    A model that flattens batch and tokens before this linear gives the whole micro batch.
+    Where a model has flattened batch and tokens they cannot be told apart; one token then stands for any number.
     """
-    return x.shape[-2] if x.ndim > 1 else 1
+    return x.shape[-2] if x.ndim > 2 else 1
 
 
 def _rotate_outputs(y: Tensor, rotation: Rotation, rows: ValueRows | None) -> Tensor:

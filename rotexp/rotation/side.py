@@ -52,22 +52,21 @@ def weight_sides(linears: Sequence[LinearShape]) -> Sides:
 
 
 @lru_cache(maxsize=1024)
-def cheapest_sides(linears: tuple[LinearShape, ...], *, tokens: int, learned: bool) -> Sides:
-    """Choose for unquantized linears that read one input; on a tie the tokens.
+def cheapest_sides(linears: tuple[LinearShape, ...], *, tokens: int) -> Sides:
+    """Choose for unquantized linears that read one input and whose rotations are learned; on a tie the tokens.
 
     The choice depends on shapes alone, so that ranks with equal shapes choose alike.
 
     Args:
         linears: all that read the input; they rotate it alike, since on the tokens' side it is rotated once for all.
         tokens: how many rows the input has.
-        learned: whether the rotations get gradients.
     """
 
     def best(linear: LinearShape, side: Side) -> Side:
         return min(Side, key=lambda output: cost(Sides(side, (output,)), [linear]))
 
     def cost(sides: Sides, chosen: Sequence[LinearShape]) -> int:
-        return multiply_adds(chosen, sides, tokens=tokens, learned=learned)
+        return multiply_adds(chosen, sides, tokens=tokens, learned=True)
 
     options = [Sides(side, tuple(best(linear, side) for linear in linears)) for side in Side]
     return min(options, key=lambda sides: cost(sides, linears))

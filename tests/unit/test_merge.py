@@ -10,9 +10,9 @@ from transformers import LlamaForCausalLM
 
 from rotexp.config import QuantConfig, RotationConfig, RotationInit
 from rotexp.quant.spec import QuantSpec
-from rotexp.rotation.invariance import relative_error
+from rotexp.rotation.invariance import check_merged, relative_error, trace
 from rotexp.rotation.linear import RotatedLinear
-from rotexp.rotation.merge import merge
+from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
 
 Factory = Callable[..., Any]
@@ -149,3 +149,31 @@ def test_cached_clip_ratios_are_forgotten_on_request(llama: Factory, rotated: Fa
         if isinstance(layer, RotatedLinear)
     )
     assert not torch.equal(logits(model, token_ids, quantize=True), stale)
+
+
+def test_a_merge_that_changes_the_model_is_found(llama: Factory, rotated: Factory, token_ids: Tensor) -> None:
+    model = rotated(llama(), ready=False)
+    original = trace(model, token_ids, rotate=False)
+    prepare(model)
+    merge(model)
+    assert check_merged(original, model, token_ids, dtype=torch.float32) <= 1e-5
+    model.network.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    with pytest.raises(ArithmeticError, match="merging changed the logits by"):
+        check_merged(original, model, token_ids, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_codes_of_quantized_weights_are_kept_only_if_asked_for(
+    llama: Factory, rotated: Factory, token_ids: Tensor, keep: bool
+) -> None:
+    model = rotated(llama(), quant=QuantConfig(weights=QuantSpec(4, symmetric=True)))
+    model.keep_codes(keep)
+    saved: list[torch.dtype] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor.dtype)
+        return tensor
+
+    with model.mode.set(rotate=True, quantize=True), torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept):
+        model.logits(token_ids)
+    assert (torch.int8 in saved) is keep
