@@ -72,6 +72,7 @@ class Strategy(Enum):
     no_shard = "no_shard"
     full = "full"
     zero2 = "zero2"
+    zero2_master = "zero2_master"
     hybrid = "hybrid"
     hybrid_zero2 = "hybrid_zero2"
 
@@ -84,6 +85,11 @@ class Strategy(Enum):
     def reshards_after_forward(self) -> bool:
         """Whether gathered parameters are freed between forward and backward."""
         return self in (Strategy.full, Strategy.hybrid)
+
+    @property
+    def keeps_weights_whole(self) -> bool:
+        """Whether every rank holds the whole weights, outside FSDP."""
+        return self in (Strategy.no_shard, Strategy.zero2_master)
 
 
 class Precision(Enum):
@@ -106,6 +112,27 @@ class SyncMode(Enum):
 
 OnDivergence = Enum("OnDivergence", ["log", "raise", "rebroadcast"])
 """What to do when replicas of a rotation differ (`raise` is no identifier, hence this form)."""
+
+
+class Trainable(Enum):
+    """What is trained: rotations, and what stands around them."""
+
+    rotations = "rotations"
+    rotations_and_norms = "rotations_and_norms"
+    rotations_and_scales = "rotations_and_scales"
+    all = "all"
+
+    @property
+    def weights(self) -> bool:
+        """Whether parameters of the float model itself are trained."""
+        return self in (Trainable.rotations_and_norms, Trainable.all)
+
+
+class OnNonfinite(Enum):
+    """What to do when a loss or a gradient is not finite."""
+
+    stop = "stop"
+    skip = "skip"
 
 
 class LaunchKind(Enum):
@@ -236,15 +263,48 @@ class TopKObjectiveConfig(ObjectiveConfig):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The training loop; `micro_batch_size` is in blocks a rank (None: all of its share of the global batch)."""
+    """The training loop.
+
+    Attributes:
+        steps: optimizer steps.
+        params: what is trained.
+        micro_batch_size: in blocks a rank (None: all of its share of the global batch).
+        max_grad_norm: the joint norm to which all gradients are clipped (None: not at all).
+        on_nonfinite: whether a loss or gradient that is not finite ends the run or its step alone.
+        checkpoint_every: steps between two checkpoints (None: only when a signal ends the run, and after the last step).
+        keep_checkpoints: how many of the newest are kept.
+        async_checkpoints: write while training goes on.
+    """
 
     steps: int = 80
+    params: Trainable = Trainable.rotations
     micro_batch_size: int | None = None
     max_grad_norm: float | None = 1.0
     lr_schedule: LrSchedule = LrSchedule.cosine
     warmup_steps: int = 0
     log_every: int = 1
     gradient_checkpointing: bool = False
+    on_nonfinite: OnNonfinite = OnNonfinite.stop
+    checkpoint_every: int | None = 20
+    keep_checkpoints: int = 2
+    async_checkpoints: bool = False
+
+
+@dataclass(frozen=True)
+class AdamWConfig:
+    """The optimizer of everything trained that is no rotation; the names are those of `torch.optim.AdamW`."""
+
+    lr: float = 1e-5
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class EMAConfig:
+    """An exponential moving average of everything trained; `decay` in (0, 1), None for none."""
+
+    decay: float | None = None
 
 
 @dataclass(frozen=True)
@@ -279,6 +339,9 @@ class ShardingConfig:
         forward_prefetch, backward_prefetch: layers gathered ahead, beside what FSDP2 does by itself.
         reshard_after_forward: size of the smaller group to which parameters are resharded after forward (None: as the
             strategy says).
+        bucket_mib: size of a bucket of the ZeRO-2 master, in MiB of float32.
+        sim_world: shard the master as rank 0 of that many ranks, in a world of one and without collectives, to see
+            memory and time; such a run trains a part of the weights and cannot be resumed.
     """
 
     strategy: Strategy = Strategy.no_shard
@@ -294,6 +357,8 @@ class ShardingConfig:
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     reshard_after_forward: int | None = None
+    bucket_mib: int = 64
+    sim_world: int | None = None
 
 
 @dataclass(frozen=True)
@@ -306,10 +371,21 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Who starts the ranks, how many, with how many threads each (None: the cores divided by the ranks)."""
+    """Who starts the ranks, and how many.
+
+    Attributes:
+        nproc: ranks on this node.
+        nnodes: nodes, on each of which the same command is started.
+        rdzv_endpoint: HOST:PORT where several nodes meet, on one of them.
+        rdzv_id: what the nodes of one run call it.
+        threads: of each rank (None: the cores divided by the ranks).
+    """
 
     kind: LaunchKind = LaunchKind.auto
     nproc: int | None = None
+    nnodes: int = 1
+    rdzv_endpoint: str | None = None
+    rdzv_id: str = "rotexp"
     threads: int | None = None
     timeout_minutes: float = 30.0
 
@@ -321,14 +397,33 @@ class TrackerConfig:
     kind: TrackerKind = TrackerKind.wandb
     mode: WandbMode = WandbMode.auto
     project: str = "rotexp"
+    entity: str | None = None
     run_name: str | None = None
+    group: str | None = None
+    job_type: str = "train"
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """How the jobs of a sweep run: how many at once on this machine, and whether the first failure ends it."""
+
+    jobs_at_once: int = 1
+    fail_fast: bool = False
 
 
 @dataclass(frozen=True)
 class Config:
-    """One run; `profile` leaves a torch profiler trace of a few steps in its folder, and a table of where they went."""
+    """One run.
+
+    Attributes:
+        resume: `auto` continues an unfinished run in the same folder from its newest complete checkpoint, `never` does
+            not; a folder is that of a run, or one checkpoint of it, to start from.
+        profile: leave a torch profiler trace of a few steps in the run's folder, and a table of where they went.
+    """
 
     seed: int = 0
+    resume: str = "auto"
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
@@ -336,12 +431,15 @@ class Config:
     optimizer: Any = MISSING
     objective: Any = MISSING
     train: TrainConfig = field(default_factory=TrainConfig)
+    adamw: AdamWConfig = field(default_factory=AdamWConfig)
+    ema: EMAConfig = field(default_factory=EMAConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     sync_mode: SyncConfig = field(default_factory=SyncConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     profile: bool = False
 
 
@@ -400,6 +498,7 @@ MINIMUM_WORLD = {
     Strategy.no_shard: 1,
     Strategy.full: 2,
     Strategy.zero2: 2,
+    Strategy.zero2_master: 2,
     Strategy.hybrid: 4,
     Strategy.hybrid_zero2: 4,
 }

@@ -95,7 +95,7 @@ def mesh_sizes(sharding: ShardingConfig, *, world_size: int, ranks_per_node: int
     """
     strategy = sharding.strategy
     if not strategy.two_dimensional:
-        return (world_size, 1) if strategy is Strategy.no_shard else (1, world_size)
+        return (world_size, 1) if strategy.keeps_weights_whole else (1, world_size)
     replicate, shard = sharding.replicate, sharding.shard
     if replicate is None and shard is None:
         several_nodes = ranks_per_node is not None and 1 < ranks_per_node < world_size

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from rotexp.config import Dtype, Precision, ShardingConfig, Strategy
+from rotexp.config import Dtype, Precision, ShardingConfig
 from rotexp.validation import mesh_sizes
 
 PRESETS = {
@@ -78,7 +78,7 @@ def shard(
     """
     # It warns of in-place operations on what a unit returns; there are none on the way to a causal model's logits.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    if config.strategy is not Strategy.no_shard:
+    if not config.strategy.keeps_weights_whole:
         sizes = mesh_sizes(config, world_size=world_size, ranks_per_node=ranks_per_node)
         small = {parameter for parameter in model.parameters() if parameter.numel() < config.min_shard_size}
         options: dict[str, Any] = {
@@ -150,7 +150,7 @@ def check_effective(
     replicate, shards = mesh_sizes(config, world_size=world_size, ranks_per_node=ranks_per_node)
     mesh = (replicate, shards) if config.strategy.two_dimensional else (shards,)
     for name, parameter in model.named_parameters():
-        wanted = config.strategy is not Strategy.no_shard and parameter.numel() >= config.min_shard_size
+        wanted = not config.strategy.keeps_weights_whole and parameter.numel() >= config.min_shard_size
         split = isinstance(parameter, DTensor)
         if split != (wanted and parameter not in ignored):
             state = "sharded" if split else "whole"
