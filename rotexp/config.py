@@ -406,10 +406,17 @@ class TrackerConfig:
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """How the jobs of a sweep run: how many at once on this machine, and whether the first failure ends it."""
+    """How the jobs of a sweep run.
+
+    Attributes:
+        jobs_at_once: on this machine, each with its share of the accelerators and cores.
+        fail_fast: whether the first job that fails ends the sweep.
+        optimized_metric: where in summary.json the figure stands that a sweeper such as Optuna minimizes.
+    """
 
     jobs_at_once: int = 1
     fail_fast: bool = False
+    optimized_metric: str = "evaluation.trained.perplexity"
 
 
 @dataclass(frozen=True)

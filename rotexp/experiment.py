@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from rich.console import Console
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rotexp.compose import config_digest, to_plain
-from rotexp.config import Config, RotationInit, Strategy
+from rotexp.config import Config, RotationInit
 from rotexp.inputs import Inputs
 from rotexp.metrics.profiler import StepProfiler
 from rotexp.metrics.quality import Quality, evaluate
@@ -22,27 +23,43 @@ from rotexp.metrics.rotations import rotation_metrics
 from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model, checkpoint_layers, summarize_model
 from rotexp.models.materialize import materialize
+from rotexp.resumed import Resumed
 from rotexp.rotation.file import save_rotations
 from rotexp.rotation.invariance import PROOF_TOKENS, check_invariance, check_merged, trace
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel, start_from_file
-from rotexp.rotation.placement import place
+from rotexp.rotation.placement import BANK, place
+from rotexp.rotation.trainable import start_scales, train_also
 from rotexp.sharding.communication import Communication
+from rotexp.sharding.ema import ShardedEMA
+from rotexp.sharding.digest import weights_digest
+from rotexp.sharding.state_dicts import full_state
 from rotexp.sharding.strategies import precision_policy, shard
+from rotexp.signals import StopRequest
 from rotexp.sync.guard import GuardCounts, UnshardGuard, install
+from rotexp.targets import build
 from rotexp.tracking.console import TrainingProgress, profile_table, results_table
-from rotexp.tracking.files import write_summary
+from rotexp.tracking.files import finite, truncate_metrics, write_summary
 from rotexp.tracking.phases import Phases
 from rotexp.tracking.summary import train_summary, versions
 from rotexp.tracking.tracker import open_trackers
+from rotexp.training.checkpoint import Checkpoints
 from rotexp.training.coordinator import Coordinator
-from rotexp.training.loop import TrainResult, train
+from rotexp.training.loop import train
+from rotexp.training.objectives import Teacher
+from rotexp.training.state import TrainingState
+from rotexp.training.teacher import load_teacher
+
+WEIGHTS_FILE = "weights.safetensors"
+"""What was trained beside rotations, before the merge."""
 
 
 class Experiment:
     """The phases of one run, in their order, and what they leave for its summary."""
 
-    def __init__(self, config: Config, inputs: Inputs, folder: Path, *, accelerator: Accelerator) -> None:
+    def __init__(
+        self, config: Config, inputs: Inputs, folder: Path, *, accelerator: Accelerator, stop: StopRequest | None = None
+    ) -> None:
         self.config = config
         self.inputs = inputs
         self.folder = folder
@@ -52,12 +69,22 @@ class Experiment:
             rank=accelerator.process_index, world_size=accelerator.num_processes, device=self.device
         )
         self.console = Console(quiet=not accelerator.is_main_process)
-        self.tracker = open_trackers(config, folder, plain_config=to_plain(config), rank=accelerator.process_index)
-        self.step = 0
+        self.stop = stop or StopRequest()
+        self.resumed = Resumed(inputs.resumption, config, protocol=inputs.protocol)
+        self.step = self.resumed.step
+        self.tracker = open_trackers(
+            config,
+            folder,
+            plain_config=to_plain(config),
+            rank=accelerator.process_index,
+            run_id=self.resumed.run_id,
+            logged_to=truncate_metrics(folder, self.step) if accelerator.is_main_process else -1,
+        )
         self.phases = Phases(device=self.device, communication=self.communication, log=self.log)
         self.summary: dict[str, Any] = {"status": "running", "error": None}
         self.guard: UnshardGuard | None = None
-        self.evaluation: dict[str, Any] = {"protocol": inputs.protocol}
+        self.evaluation: dict[str, Any] = {"protocol": inputs.protocol} | self.resumed.evaluation
+        self.teacher: Teacher | None = None
 
     def run(self) -> None:
         """Run every phase; on rank 0 print the table and write the summary.
@@ -79,22 +106,25 @@ class Experiment:
             with self.phases("hadamard"):
                 self.measure_hadamard(model)
             with self.phases("train"):
-                result = self.train(model)
-            rotations = model.bank.snapshot()
+                state = self.train(model)
+            if state.ema is not None and state.step:
+                with self.phases("average"):
+                    self.measure_average(model, state.ema)
+            with self.phases("save"):
+                rotations = self.save(model, state)
             with self.phases("merge"):
-                merge(model)
-                check_merged(self.original, model, self.proof_tokens, dtype=self.compute_dtype)
+                self.merge(model)
             with self.phases("evaluate"):
                 self.measure_result(model)
-            with self.phases("save"):
-                self.save(model, rotations)
             on_failure.pop_all()
             self.remove_guard()
-        self.finish(result, rotations)
+        self.finish(state, rotations)
 
     def log(self, row: dict[str, float]) -> None:
         """Record metrics at the present step."""
-        self.tracker.log(row, step=self.step)
+        simulated = self.config.sharding.sim_world
+        mark = {} if simulated is None else {"sharding/sim_world": float(simulated)}
+        self.tracker.log(row | mark, step=self.step)
 
     def warn(self, text: str) -> None:
         """Tell people of something they may not expect."""
@@ -110,7 +140,9 @@ class Experiment:
         spec = find_spec(network)
         if config.train.gradient_checkpointing:
             checkpoint_layers(network, spec)
-        return place(network, spec, config.rotation, config.quant, seed=config.seed)
+        model = place(network, spec, config.rotation, config.quant, seed=config.seed)
+        train_also(model, config.train.params)
+        return model
 
     def shard(self, model: RotatedModel) -> None:
         """Split the parameters over the ranks, read the weights, give every rank the same rotations."""
@@ -118,10 +150,10 @@ class Experiment:
             model.network,
             self.config.sharding,
             units=model.units,
-            ignored=set(model.bank.parameters()),
+            ignored=model.unsharded,
             device_type=self.device.type,
             world_size=self.communication.world_size,
-            ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None,
+            ranks_per_node=self.ranks_per_node,
         )
         self.guard = install(model.network, self.config.sync_mode)
         materialize(model.network, self.inputs.checkpoint, device=self.device, added=model.added)
@@ -131,12 +163,20 @@ class Experiment:
             self.warn(f"{name} was {error:.1e} from orthogonal in {self.config.rotation.path}; the nearest is used")
         model.keep_codes(not self.config.sharding.strategy.reshards_after_forward)
         Coordinator(model.network, self.communication).broadcast()
+        if self.config.train.steps:
+            ignored = model.unsharded
+            self.base = weights_digest(model.network, communication=self.communication, ignored=ignored)
         self.summary["sharding"] = {"strategy": self.config.sharding.strategy.name, "effective": asdict(effective)}
         self.console.print(f"{self.config.sharding.strategy.name}: {effective.line()}", highlight=False, soft_wrap=True)
         if self.guard is not None:
             groups, mode = self.guard.num_groups, self.config.sync_mode.mode.name
             name = self.inputs.checkpoint.identity
             self.console.print(f"sync_mode={mode}: {groups} parameter groups of {name} are guarded", soft_wrap=True)
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """How many ranks share this node, where the launcher says so."""
+        return int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
 
     def prepare(self, model: RotatedModel) -> None:
         """Fold norms, bake online transforms, and prove that the float model is what it was."""
@@ -162,6 +202,8 @@ class Experiment:
 
     def measure_as_it_comes(self, model: RotatedModel) -> None:
         """Measure the model as its checkpoint has it, norm gains not folded: float, and quantized without rotation."""
+        if "quantized" in self.evaluation:
+            return
         with model.mode.set(rotate=False, quantize=True):
             quantized, reference = self.evaluate(model)
         self.record("float", reference)
@@ -169,6 +211,8 @@ class Experiment:
 
     def measure_hadamard(self, model: RotatedModel) -> None:
         """Measure the quantized model under random Hadamard rotations."""
+        if "hadamard" in self.evaluation:
+            return
         if missing := model.orders_without_hadamard():
             self.console.print(f"no random Hadamard row: order {missing[0]} has no Hadamard matrix", soft_wrap=True)
         elif len(model.bank) or model.online:
@@ -176,14 +220,36 @@ class Experiment:
             with model.bank.holding(start), model.mode.set(rotate=True, quantize=True):
                 self.record("hadamard", self.evaluate(model)[0])
 
-    def train(self, model: RotatedModel) -> TrainResult:
-        """Train the rotations, if there is anything to train."""
-        steps = self.config.train.steps
-        if not steps or not any(matrix.requires_grad for matrix in model.bank.parameters()):
-            return TrainResult(divergence=Coordinator(model.network, self.communication).divergence())
+    def train(self, model: RotatedModel) -> TrainingState:
+        """Train what is to be trained, from the first step or a checkpoint's on."""
+        config = self.config
+        model.refresh_quantizers()  # what was searched until now belongs to other rotations
+        start_scales(model)
+        for ratios in model.scales.parameters() if model.scales is not None else ():
+            self.communication.broadcast_(ratios.detach())
+        state = TrainingState(model, config, communication=self.communication)
+        coordinator = Coordinator(model.network, self.communication)
+        if not config.train.steps or not state.trains:
+            state.result.divergence = coordinator.divergence()
+            return state
+        for note in self.resumed.load(state, base=self.base, communication=self.communication):
+            self.warn(note)
+        if build(config.objective).distills:
+            self.load_teacher()
+        checkpoints = Checkpoints(
+            self.folder,
+            keep=config.train.keep_checkpoints,
+            asynchronous=config.train.async_checkpoints,
+            communication=self.communication,
+        )
+
+        def save() -> None:
+            if config.sharding.sim_world is None:
+                checkpoints.save(state.step, state.tensors(), facts=self.facts(state))
+
         with ExitStack() as stack:
-            progress = stack.enter_context(TrainingProgress(self.console, steps=steps))
-            profiler = self.profiler(steps)
+            progress = stack.enter_context(TrainingProgress(self.console, steps=config.train.steps))
+            profiler = self.profiler(config.train.steps - state.step)
             if profiler is not None:
                 stack.enter_context(profiler)
 
@@ -193,19 +259,53 @@ class Experiment:
                 self.log(row | memory)
                 progress.show(step, row)
 
-            result = train(
-                model,
+            train(
+                state,
                 self.inputs.calibration,
-                self.config,
+                config,
                 accelerator=self.accelerator,
                 communication=self.communication,
+                teacher=lambda token_ids: self.reference(model, token_ids),
                 log=log,
+                save=save,
+                stop=self.stop,
                 guard=self.guard,
                 profiler=profiler,
             )
+        checkpoints.wait()
         if profiler is not None:
             self.console.print(profile_table(profiler.figures, num_steps=profiler.num_steps))
-        return result
+        return state
+
+    def facts(self, state: TrainingState) -> dict[str, Any]:
+        """Return what a checkpoint of this run holds beside tensors."""
+        facts = {
+            "state": state.facts(),
+            "evaluation": self.evaluation,
+            "config": to_plain(self.config),
+            "base": {"model": self.inputs.checkpoint.identity, "digest": self.base},
+            "tracker": {"run_id": self.tracker.run_id},
+            "versions": versions(),
+        }
+        return finite(facts)
+
+    def load_teacher(self) -> None:
+        """Read the float model once more, if training changes the one that there is."""
+        if self.teacher is None and self.config.train.params.weights and self.config.train.steps:
+            self.teacher = load_teacher(
+                self.inputs.checkpoint,
+                self.config,
+                device=self.device,
+                world_size=self.communication.world_size,
+                ranks_per_node=self.ranks_per_node,
+            )
+
+    def reference(self, model: RotatedModel, token_ids: Tensor) -> Tensor:
+        """Return the float model's logits (batch, tokens, vocabulary)."""
+        if self.teacher is not None:
+            return self.teacher(token_ids)
+        with torch.no_grad(), model.mode.set(rotate=False, quantize=False):
+            return model.logits(token_ids)
 
     def profiler(self, steps: int) -> StepProfiler | None:
         """Return what profiles the steps, if that is asked for."""
@@ -213,24 +313,34 @@ class Experiment:
             return None
         return StepProfiler(self.folder, rank=self.communication.rank, steps=steps)
 
+    def measure_average(self, model: RotatedModel, ema: ShardedEMA) -> None:
+        """Measure the model with the averages of what was trained."""
+        self.load_teacher()
+        with ema.applied(), model.mode.set(rotate=True, quantize=True):
+            self.record("average", self.evaluate(model)[0])
+
+    def merge(self, model: RotatedModel) -> None:
+        """Bake the rotations into the weights, and prove that the float model is what it was."""
+        before = self.original
+        if self.config.train.params.weights:
+            before = trace(model, self.proof_tokens, rotate=True)
+        merge(model)
+        check_merged(before, model, self.proof_tokens, dtype=self.compute_dtype)
+
     def measure_result(self, model: RotatedModel) -> None:
         """Measure the merged model."""
+        self.load_teacher()
         with model.mode.set(rotate=True, quantize=True):
             self.record("trained", self.evaluate(model)[0])
 
     def evaluate(self, model: RotatedModel) -> tuple[Quality, Quality]:
         """Measure the model in its present mode, and the float model, on the held-out windows."""
         model.refresh_quantizers()
-
-        def reference(token_ids: Tensor) -> Tensor:
-            with model.mode.set(rotate=False, quantize=False):
-                return model.logits(token_ids)
-
-        sharded = self.config.sharding.strategy is not Strategy.no_shard
-        with nullcontext() if sharded else model.reusing_weights():
+        whole = self.config.sharding.strategy.keeps_weights_whole
+        with nullcontext() if not whole else model.reusing_weights():
             return evaluate(
                 model.logits,
-                reference,
+                lambda token_ids: self.reference(model, token_ids),
                 self.inputs.evaluation,
                 batch=self.config.evaluation.micro_batch_size,
                 device=self.device,
@@ -244,31 +354,51 @@ class Experiment:
         self.evaluation[row] = asdict(quality)
         self.log({f"eval/{row}/{figure}": value for figure, value in asdict(quality).items()})
 
-    def save(self, model: RotatedModel, rotations: dict[str, Tensor]) -> None:
-        """Write the rotations, on rank 0."""
-        if self.accelerator.is_main_process:
-            save_rotations(
-                self.folder / "rotations.safetensors",
-                rotations,
-                placements=model.placements,
-                online=model.online,
-                facts={
-                    "seed": self.config.seed,
-                    "config_digest": config_digest(self.config),
-                    "model": self.inputs.checkpoint.identity,
-                    "revision": self.inputs.checkpoint.revision or "",
-                    "dtype": self.config.model.dtype.name,
-                },
-            )
+    def save(self, model: RotatedModel, state: TrainingState) -> dict[str, Tensor]:
+        """Write the rotations, the last, the best and the averaged, and the trained weights; return the last."""
+        last = model.bank.snapshot()
+        files = {"rotations": last}
+        if state.step and state.rotations:
+            files["rotations_best"] = state.best
+        if state.ema is not None and state.step:
+            averaged = state.ema.rotations()
+            files["rotations_average"] = {name.removeprefix(f"{BANK}."): matrix for name, matrix in averaged.items()}
+        for name, rotations in files.items():
+            if self.accelerator.is_main_process:
+                save_rotations(
+                    self.folder / f"{name}.safetensors",
+                    rotations,
+                    placements=model.placements,
+                    online=model.online,
+                    facts=self.origin(),
+                )
+        if state.names and self.config.sharding.sim_world is None:
+            weights = full_state(state.weights(), communication=self.communication)
+            weights |= state.master.full() if state.master is not None else {}
+            if self.accelerator.is_main_process:
+                save_file(weights, self.folder / WEIGHTS_FILE, metadata=self.origin())
+        return last
 
-    def finish(self, result: TrainResult, rotations: dict[str, Tensor]) -> None:
+    def origin(self) -> dict[str, Any]:
+        """Return what a file of this run says of where it comes from."""
+        simulated = self.config.sharding.sim_world
+        return {
+            "seed": self.config.seed,
+            "config_digest": config_digest(self.config),
+            "model": self.inputs.checkpoint.identity,
+            "revision": self.inputs.checkpoint.revision or "",
+            "dtype": self.config.model.dtype.name,
+        } | ({} if simulated is None else {"simulated_world": simulated})
+
+    def finish(self, state: TrainingState, rotations: dict[str, Tensor]) -> None:
         """Complete the summary, close the trackers, print what the run found."""
-        drift = rotation_metrics(rotations, rotations)
+        drift, result = rotation_metrics(rotations, rotations), state.result
+        simulated = self.config.sharding.sim_world
         self.summary |= {
             "status": "done",
             "world_size": self.communication.world_size,
             "model": summarize_model(self.config.model, self.inputs.checkpoint),
-            "train": train_summary(result, self.evaluation),
+            "train": train_summary(result, self.evaluation, world_size=self.communication.world_size),
             "evaluation": self.evaluation,
             "memory": self.phases.memory,
             "throughput": {"tokens_per_s": self.tokens_per_step * len(result.losses) / max(result.seconds, 1e-9)},
@@ -278,12 +408,13 @@ class Experiment:
             "sync": self.sync_summary(),
             "versions": versions(),
             "config_digest": config_digest(self.config),
-        }
+        } | ({} if simulated is None else {"simulated_world": simulated})
         self.tracker.finish(self.summary, exit_code=0)
         if self.accelerator.is_main_process:
             write_summary(self.folder, self.summary)
             quant, rotation = self.config.quant.name, self.config.rotation.name
             title = f"{self.inputs.checkpoint.identity}, quant={quant}, rotation={rotation}"
+            title += "" if simulated is None else f" (rank 0 of a simulated world of {simulated}: not a real training)"
             self.console.print(results_table(self.evaluation, title=title, trained=bool(result.losses)))
             self.console.print(f"run folder: {self.folder}", highlight=False, soft_wrap=True)
 

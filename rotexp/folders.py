@@ -1,4 +1,4 @@
-"""Folders that are complete or absent."""
+"""Folders that are complete or absent, and files that are the old ones or the new ones."""
 
 from __future__ import annotations
 
@@ -43,19 +43,35 @@ def complete_folder(target: Path, *, key: str) -> Iterator[Path]:
     try:
         yield aside
         for path in (*aside.rglob("*"), aside):
-            _finish(path, mode=aside.stat().st_mode)
+            _share(path, mode=aside.stat().st_mode)
+            flush(path)
         aside.rename(target)  # onto nothing, or onto an empty folder
-        _finish(target.parent)
+        flush(target.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _finish(path: Path, *, mode: int | None = None) -> None:
-    """Bring a file or folder to the disk, and let those read a file who may read the folder of that mode."""
-    if mode is not None and path.is_file():
-        path.chmod(mode & 0o666)  # safetensors leaves its files to their owner alone
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old one or the new one, whole."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        flush(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _share(path: Path, *, mode: int) -> None:
+    """Let those read a file who may read the folder of that mode; safetensors leaves it to its owner alone."""
+    if path.is_file():
+        path.chmod(mode & 0o666)

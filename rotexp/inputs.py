@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ from rotexp.data.corpora import Corpus, builtin_corpus, read_text, text_digest, 
 from rotexp.models.arch import find_spec
 from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.load import build_model, load_tokenizer, open_checkpoint
+from rotexp.resumption import Resumption
 from rotexp.rotation.model import start_from_file
 from rotexp.rotation.placement import place
+from rotexp.rotation.trainable import train_also
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,14 @@ class Inputs:
         calibration: token ids (blocks, data.sequence_length).
         evaluation: token ids (windows, evaluation.window).
         protocol: how held-out figures are made: digests, window, stride, tokens scored.
+        resumption: the checkpoint the run begins at.
     """
 
     checkpoint: Checkpoint
     calibration: TokenBlocks
     evaluation: TokenBlocks
     protocol: dict[str, Any]
+    resumption: Resumption = field(default_factory=Resumption)
 
 
 def read_corpus(data: DataConfig) -> Corpus:
@@ -91,8 +95,9 @@ def _check_placement(config: Config, checkpoint: Checkpoint) -> None:
 
     model = build_model(checkpoint, dtype=torch.float32)
     rotated = place(model, find_spec(model), config.rotation, config.quant, seed=config.seed)
+    train_also(rotated, config.train.params)
     rotated.check_widths()
-    if config.rotation.learned and config.train.steps and not len(rotated.bank):
+    if config.rotation.learned and config.train.steps and not len(rotated.bank) and not rotated.trained_names:
         reasons = "; ".join(rotated.warnings)
         raise ValueError(f"rotation.learned=true: nothing is left to train ({reasons}); place R2, or set train.steps=0")
     start_from_file(rotated, config.rotation, identity=checkpoint.identity)

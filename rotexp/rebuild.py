@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from rotexp.rotation.invariance import PROOF_TOKENS, check_invariance, check_mer
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.placement import place
+from rotexp.rotation.trainable import check_trained, load_trained, train_also
+
+WEIGHTS_FILE = "weights.safetensors"
+"""Where in its folder a run keeps what it trained beside rotations: whole, prepared, not merged."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +36,22 @@ class Rebuilt:
         model: rotations and quantizers in place, its bank holding the run's rotations.
         loaded: the run's rotations as its file has them.
         must_run: what the plain model does not do and a merged one needs, see `requirements`.
+        trained: the file of what was trained beside the rotations; None if nothing was.
     """
 
     checkpoint: Checkpoint
     model: RotatedModel
     loaded: LoadedRotations
     must_run: dict[str, Any]
+    trained: Path | None = None
 
 
 def rebuild(run: FinishedRun) -> Rebuilt:
     """Build the model a run ended with, without its weights.
 
     Raises:
-        ValueError: the source cannot be opened any more, or the file of rotations is damaged or another model's.
+        ValueError: the source cannot be opened any more, or the file of rotations or of trained weights is missing,
+            damaged or another model's.
     """
     config = run.config
     loaded = load_rotations(run.rotations, key="run")
@@ -52,20 +60,37 @@ def rebuild(run: FinishedRun) -> Rebuilt:
     assign_rotations(
         model.bank, loaded, model=checkpoint.identity, placements=model.placements, online=model.online, key="run"
     )
-    return Rebuilt(checkpoint, model, loaded, requirements(model))
+    return Rebuilt(checkpoint, model, loaded, requirements(model), _trained(model, run))
 
 
 def _place(checkpoint: Checkpoint, run: FinishedRun) -> RotatedModel:
     """Build the structure and place what the run placed, as its phase `load` does."""
     network = build_model(checkpoint, dtype=torch.float32)
-    return place(network, find_spec(network), run.config.rotation, run.config.quant, seed=run.config.seed)
+    model = place(network, find_spec(network), run.config.rotation, run.config.quant, seed=run.config.seed)
+    train_also(model, run.config.train.params)
+    return model
+
+
+def _trained(model: RotatedModel, run: FinishedRun) -> Path | None:
+    """Return the file of what the run trained beside rotations, checked, or None if it trained nothing else."""
+    if not model.trained_names or not run.config.train.steps:
+        return None
+    path = run.folder / WEIGHTS_FILE
+    if not path.is_file():
+        params = run.config.train.params.name
+        raise ValueError(f"run={run.folder}: {WEIGHTS_FILE} is missing, and it trained {params}; restore it")
+    check_trained(model, path)
+    return path
 
 
 def merge_rebuilt(rebuilt: Rebuilt) -> float:
     """Read the weights, merge the rotations into them, and prove that the float model is what it was.
 
+    What was trained beside rotations is read once the rotated source is proved, and the merge is proved against it.
+
     Returns:
-        The merged model's relative logit error against the source, both in float32.
+        The merged model's relative logit error against the source, or against the rotated model where its weights were
+        trained, all in float32.
 
     Raises:
         ArithmeticError: it, or that of the rotated model before the merge, exceeds the limit.
@@ -77,6 +102,10 @@ def merge_rebuilt(rebuilt: Rebuilt) -> float:
     prepare(model)
     rotated = trace(model, token_ids, rotate=True)
     check_invariance(original, rotated, layers=model.spec.layers, dtype=torch.float32)
+    if rebuilt.trained is not None:
+        load_trained(model, rebuilt.trained)
+        original = trace(model, token_ids, rotate=True)
+    model.network.requires_grad_(False)
     merge(model)
     return check_merged(original, model, token_ids, dtype=torch.float32)
 

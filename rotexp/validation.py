@@ -13,14 +13,20 @@ from rotexp.config import (
     EvaluationConfig,
     LaunchKind,
     ModelConfig,
+    ModelDtype,
     ModelSource,
     QuantConfig,
     ShardingConfig,
     Strategy,
+    Trainable,
     TrainConfig,
     require,
 )
 from rotexp.targets import check_target
+
+
+MASTER_OPTIONS = ("bucket_mib", "sim_world")
+"""Options of `sharding` that only the ZeRO-2 master has."""
 
 
 def validate(config: Config) -> None:
@@ -29,12 +35,15 @@ def validate(config: Config) -> None:
     Raises:
         ValueError: one line with the key, its value, what is allowed and what to do.
     """
+    require(bool(config.resume), "resume", config.resume, "auto, never or a folder", "leave it out")
+    require(config.sweep.jobs_at_once >= 1, "sweep.jobs_at_once", config.sweep.jobs_at_once, "at least 1", "leave it out")
     require(config.seed >= 0, "seed", config.seed, "0 or more", "choose another")
     _validate_model(config.model)
     _validate_data(config.data)
     _validate_quant(config.quant)
     _validate_rotation(config)
     _validate_train(config.train)
+    _validate_weights(config)
     _validate_evaluation(config.evaluation)
     for key in ("rotation_every", "divergence_every"):
         value = getattr(config.metrics, key)
@@ -58,7 +67,10 @@ def validate_world(config: Config, *, world_size: int) -> None:
         ValueError: the strategy is trivial in that world, or the global batch cannot be split over it.
     """
     strategy, batch = config.sharding.strategy, config.data.global_batch_size
-    minimum = MINIMUM_WORLD[strategy]
+    minimum, simulated = MINIMUM_WORLD[strategy], config.sharding.sim_world
+    if simulated is not None:
+        minimum = 1
+        require(world_size == 1, "sharding.sim_world", simulated, "used in a world of one", "set launch.nproc=1")
     require(
         world_size >= minimum,
         "sharding.strategy",
@@ -180,6 +192,45 @@ def _validate_train(train: TrainConfig) -> None:
     require(train.log_every >= 1, "train.log_every", train.log_every, "at least 1", "1 logs every step")
 
 
+    every, keep = train.checkpoint_every, train.keep_checkpoints
+    require(every is None or every >= 1, "train.checkpoint_every", every, "at least 1 or null", "null saves at the end")
+    require(keep >= 1, "train.keep_checkpoints", keep, "at least 1", "the last complete one is never deleted")
+
+
+def _validate_weights(config: Config) -> None:
+    """Check what concerns the training of more than rotations."""
+    train, adamw, decay = config.train, config.adamw, config.ema.decay
+    require(adamw.lr > 0, "adamw.lr", adamw.lr, "above 0", "the default is 1e-5")
+    betas = adamw.betas
+    require(len(betas) == 2 and all(0 <= b < 1 for b in betas), "adamw.betas", betas, "two in [0, 1)", "leave them out")
+    require(adamw.eps > 0, "adamw.eps", adamw.eps, "above 0", "the default is 1e-8")
+    require(adamw.weight_decay >= 0, "adamw.weight_decay", adamw.weight_decay, "0 or more", "0 switches it off")
+    require(decay is None or 0 < decay < 1, "ema.decay", decay, "between 0 and 1, or null", "null switches it off")
+    require(
+        train.params is not Trainable.rotations_and_scales or config.quant.weights.enabled,
+        "train.params",
+        train.params.name,
+        "something else when quant.weights.bits=16, which has no scales",
+        "set train.params=rotations, or another quant",
+    )
+    master = config.sharding.strategy is Strategy.zero2_master
+    coarse = config.model.dtype in (ModelDtype.bfloat16, ModelDtype.float16)
+    require(
+        master or not (train.params.weights and coarse),
+        "model.dtype",
+        config.model.dtype.name,
+        f"float32 for train.params={train.params.name}, since small updates vanish in it",
+        "set sharding=zero2_master, or model.dtype=float32 with sharding.precision=bf16",
+    )
+    require(
+        not master or train.params.weights or not train.steps,
+        "sharding",
+        "zero2_master",
+        "used with train.params=all or rotations_and_norms, whose master it splits",
+        "set train.params, or sharding=zero2",
+    )
+
+
 def _validate_evaluation(evaluation: EvaluationConfig) -> None:
     windows = evaluation.max_windows
     require(evaluation.window >= 2, "evaluation.window", evaluation.window, "at least 2", "lengthen it")
@@ -202,13 +253,21 @@ def _validate_sharding(sharding: ShardingConfig) -> None:
     if not sharding.strategy.reshards_after_forward:
         group = sharding.reshard_after_forward
         require(group is None, "sharding.reshard_after_forward", group, "null here", "use sharding=full or hybrid")
-    if sharding.strategy is Strategy.no_shard:
+    require(sharding.bucket_mib >= 1, "sharding.bucket_mib", sharding.bucket_mib, "at least 1", "the default is 64")
+    world = sharding.sim_world
+    require(world is None or world >= 2, "sharding.sim_world", world, "at least 2 or null", "null simulates nothing")
+    if sharding.strategy.keeps_weights_whole:
+        used = {"strategy", *MASTER_OPTIONS} if sharding.strategy is Strategy.zero2_master else {"strategy"}
         changed = [
             option.name
             for option in dataclasses.fields(sharding)
-            if option.name != "strategy" and getattr(sharding, option.name) != option.default
+            if option.name not in used and getattr(sharding, option.name) != option.default
         ]
-        require(not changed, "sharding", "no_shard", f"without {', '.join(changed)}", "use another sharding")
+        name = sharding.strategy.name
+        require(not changed, "sharding", name, f"without {', '.join(changed)}", "use another sharding")
+    elif any(getattr(sharding, name) != getattr(ShardingConfig, name) for name in MASTER_OPTIONS):
+        options = " and ".join(f"sharding.{name}" for name in MASTER_OPTIONS)
+        require(False, "sharding", sharding.strategy.name, f"without {options}", "use sharding=zero2_master")
 
 
 def _validate_launch(config: Config) -> None:
@@ -216,6 +275,15 @@ def _validate_launch(config: Config) -> None:
     for name in ("nproc", "threads"):
         value = getattr(launch, name)
         require(value is None or value >= 1, f"launch.{name}", value, "at least 1 or null", "null decides by itself")
+    require(launch.nnodes >= 1, "launch.nnodes", launch.nnodes, "at least 1", "1 is this machine alone")
+    if launch.nnodes > 1:
+        require(
+            launch.kind is LaunchKind.elastic and bool(launch.rdzv_endpoint),
+            "launch.nnodes",
+            launch.nnodes,
+            "1 unless launch=elastic and launch.rdzv_endpoint=HOST:PORT are given",
+            "give both, or start the nodes by torchrun or srun",
+        )
     minutes = launch.timeout_minutes
     require(0 < minutes <= 1e6, "launch.timeout_minutes", minutes, "above 0 and at most 1e6", "the default is 30")
     if launch.kind is LaunchKind.inline:

@@ -20,6 +20,7 @@ from accelerate.utils import (
 from rotexp.config import Config
 from rotexp.experiment import Experiment
 from rotexp.inputs import Inputs
+from rotexp.signals import interruptible
 from rotexp.training.loop import micro_batch_size
 
 
@@ -36,7 +37,8 @@ def run_rank(config: Config, inputs: Inputs, folder: Path, *, accelerator: Accel
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
-        Experiment(config, inputs, folder, accelerator=accelerator).run()
+        with interruptible() as stop:
+            Experiment(config, inputs, folder, accelerator=accelerator, stop=stop).run()
         accelerator.wait_for_everyone()  # gloo aborts a rank whose peers leave while it is still leaving
     except Exception:
         logging.getLogger(__name__).info("the run failed", exc_info=True)  # to the file; the parent tells people

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,14 @@ from typing import Any
 from rotexp.compose import resolved_yaml
 from rotexp.config import MINIMUM_WORLD, Config, LaunchKind, SyncMode
 from rotexp.launch.outer import adopt, is_first
-from rotexp.launch.signals import Interrupted, interruptible
-from rotexp.tracking.files import SUMMARY_FILE, read_summary, write_atomically, write_summary
+from rotexp.signals import Interrupted, interruptible
+from rotexp.resumption import Resumption, find_resumption
+from rotexp.tracking.files import read_summary, write_atomically, write_summary
 from rotexp.validation import validate_world
 
 DONE, FAILED = 0, 1
+
+LOCK_FILE = ".lock"
 
 
 def start(config: Config, folder: Path) -> int:
@@ -30,23 +35,24 @@ def start(config: Config, folder: Path) -> int:
         world_size = int(adopted["WORLD_SIZE"]) if adopted else choose_world_size(config)
         validate_world(config, world_size=world_size)
         check_machine(config)
-        if adopted is None or adopted["RANK"] == "0":
-            check_folder(folder)
+        first = adopted is None or adopted["RANK"] == "0"
+        resumption = find_resumption(config, folder) if first else Resumption()
         from rotexp.inputs import open_inputs
         from rotexp.models.load import resolve_model
 
-        inputs = open_inputs(config)
+        inputs = replace(open_inputs(config), resumption=resumption)
         config = replace(config, model=resolve_model(config.model, inputs.checkpoint))
         if adopted is not None:
             return _run_adopted(config, inputs, folder, adopted)
-        return _recorded(config, folder, lambda: _run(config, inputs, folder, world_size=world_size))
+        with claimed(folder):
+            return _recorded(config, folder, lambda: _run(config, inputs, folder, world_size=world_size))
 
 
 def choose_world_size(config: Config) -> int:
     """Return the ranks asked for, or one an accelerator, or the smallest world in which the sharding does something."""
     launch = config.launch
-    if launch.kind is LaunchKind.inline:
-        return 1
+    if launch.kind is LaunchKind.inline or config.sharding.sim_world is not None:
+        return launch.nproc or 1
     if launch.nproc is not None:
         return launch.nproc
     from torch.cuda import device_count
@@ -74,22 +80,26 @@ def check_machine(config: Config) -> None:
             raise ValueError(str(error)) from None
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that holds a run.
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Hold a run's folder, which is made if need be, so that no other process runs in it meanwhile.
 
     Raises:
-        ValueError: it does.
+        ValueError: another process holds it.
     """
-    if (folder / SUMMARY_FILE).exists():
-        status = read_summary(folder).get("status")
-        raise ValueError(f"hydra.run.dir={folder}: already holds a run (status {status}); choose another, or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_FILE).open("w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"hydra.run.dir={folder}: another process runs in it; wait, or choose another") from None
+        yield
 
 
 def _recorded(config: Config, folder: Path, run: Callable[[], None]) -> int:
     """Run, and leave in the folder how it ended; return the exit code."""
     try:
         if is_first():
-            folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / "config.resolved.yaml", resolved_yaml(config))
             write_summary(folder, {"status": "running", "error": None})
         run()
@@ -123,12 +133,13 @@ def _run_adopted(config: Config, inputs: Any, folder: Path, adopted: dict[str, s
     from rotexp.launch.rank import open_accelerator, run_rank
 
     accelerator = open_accelerator(config)
-    shared = Path(broadcast_object_list([str(folder.resolve())])[0])
+    shared, resumption = broadcast_object_list([folder.resolve(), inputs.resumption])
 
     def run() -> None:
-        run_rank(config, inputs, shared, accelerator=accelerator)
+        run_rank(config, replace(inputs, resumption=resumption), shared, accelerator=accelerator)
 
-    return _recorded(config, shared, run)
+    with claimed(shared) if is_first() else nullcontext():
+        return _recorded(config, shared, run)
 
 
 def _record_end(folder: Path, status: str, message: str) -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One logged series; `name` may hold `<phase>` or `<row>` for a part that varies."""
+    """One logged series over the optimizer's steps; `name` may hold `<phase>` or `<row>` for a part that varies."""
 
     name: str
     unit: str
     meaning: str
     summary: str = "last"
+
+    @property
+    def wandb_summary(self) -> str:
+        """What W&B keeps of the series: the figure that tells most of it, and the last one."""
+        return self.summary if self.summary == "last" else f"{self.summary},last"
 
 
 def _memory(prefix: str, when: str) -> list[Metric]:
@@ -33,7 +39,11 @@ def _memory(prefix: str, when: str) -> list[Metric]:
 METRICS = (
     Metric("train/loss", "nats", "objective on the global batch, before the step", "min"),
     Metric("train/lr", "radians or length", "learning rate of the step"),
+    Metric("train/lr_weights", "", "learning rate of the step of everything that is no rotation"),
+    Metric("train/num_skipped", "steps", "steps skipped so far, since their loss or gradient was not finite", "max"),
+    Metric("sharding/sim_world", "ranks", "world that a run on one rank simulates: not a real training"),
     Metric("train/tokens", "tokens", "tokens trained on so far, over all ranks"),
+    Metric("train/device_hours", "h", "time spent on training so far, times the ranks"),
     Metric("grad_norm/total", "", "Euclidean norm of all gradients, before clipping", "max"),
     Metric("grad_norm/rotations", "", "Euclidean norm of the rotations' gradients, before clipping", "max"),
     Metric("grad_norm/weights", "", "Euclidean norm of all other gradients, before clipping", "max"),
@@ -61,16 +71,15 @@ METRICS = (
 )
 
 
-def wandb_pattern(metric: Metric) -> str:
-    """Return the metric's name with `*` for its varying part, as `wandb.define_metric` takes it."""
-    return re.sub(r"<\w+>.*", "*", metric.name)
-
-
-_NAMES = re.compile("|".join(re.sub(r"<\w+>", r"\\w+", metric.name) for metric in METRICS))
+@cache
+def find_metric(key: str) -> Metric | None:
+    """Return the definition of a logged series, None if there is none."""
+    patterns = ((metric, re.sub(r"<\w+>", r"\\w+", metric.name)) for metric in METRICS)
+    return next((metric for metric, pattern in patterns if re.fullmatch(pattern, key)), None)
 
 
 def check_keys(keys: Iterable[str]) -> None:
     """Raise KeyError for a metric that is not defined here."""
-    unknown = [key for key in keys if not _NAMES.fullmatch(key)]
+    unknown = [key for key in keys if find_metric(key) is None]
     if unknown:
         raise KeyError(f"metrics {unknown} are not defined in rotexp.metrics.keys")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,3 +37,34 @@ def rotation_metrics(rotations: Mapping[str, Tensor], start: Mapping[str, Tensor
         "rotation/orthogonality_rtr_max": rtr,
         "rotation/distance_from_init": distance,
     }
+
+
+@torch.no_grad()
+def rotation_rows(
+    rotations: Mapping[str, Tensor], start: Mapping[str, Tensor], *, divergence: Mapping[str, float] | None = None
+) -> list[dict[str, Any]]:
+    """Return a row of figures for every rotation, in their order; of a block-diagonal one, those of its worst block.
+
+    Args:
+        rotations, start: (n, n) or (blocks, n, n) each, under the same names.
+        divergence: the largest difference between ranks of the rotations that differ.
+
+    Returns:
+        Rows of `rotation`, `layer` (None for one that no layer owns), `order`, `blocks`, `orthogonality_rrt_max`,
+        `orthogonality_rtr_max`, `distance_from_init` and `max_abs_diff`.
+    """
+    rows = []
+    for name, matrix in rotations.items():
+        layer = re.search(r"_(\d+)$", name)
+        figures = rotation_metrics({name: matrix}, start)
+        rows.append(
+            {
+                "rotation": name,
+                "layer": int(layer[1]) if layer else None,
+                "order": matrix.shape[-1],
+                "blocks": matrix.shape[0] if matrix.ndim == 3 else 1,
+                **{key.split("/")[1]: value for key, value in figures.items()},
+                "max_abs_diff": (divergence or {}).get(name, 0.0),
+            }
+        )
+    return rows

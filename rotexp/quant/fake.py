@@ -4,7 +4,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from rotexp.quant.scales import LearnedRatios
 from rotexp.quant.spec import QuantSpec
 
 CLIP_RATIOS = tuple(1.0 - 0.025 * step for step in range(21))
@@ -73,6 +75,9 @@ class FakeQuantizer:
     """Rounds tensors onto the integer grid that a spec describes; holds no parameters.
 
     The same object serves training and evaluation. It may be copied and pickled, cached clip ratios included.
+
+    Attributes:
+        learned: a handle on clip ratios that take the place of the spec's once they are in use, or None.
     """
 
     def __init__(self, spec: QuantSpec) -> None:
@@ -83,7 +88,18 @@ class FakeQuantizer:
         """
         spec.validate("spec")
         self.spec = spec
+        self.learned: LearnedRatios | None = None
         self._clip_ratios: Tensor | None = None
+
+    @property
+    def ratios(self) -> Tensor | None:
+        """The learned clip ratios, `(..., groups)`, with their gradient; None where none are in use."""
+        return self.learned.values if self.learned is not None and self.learned.in_use else None
+
+    @property
+    def clips(self) -> bool:
+        """Whether values can lie outside the representable range."""
+        return self.spec.clips or self.ratios is not None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Fake-quantize along the last dimension; return `x` itself if the spec is off.
@@ -94,7 +110,7 @@ class FakeQuantizer:
         code lies outside the code range, so values up to half a step beyond the last code keep their gradient.
         Without clipping (ratio 1, no search) all gradients pass, also where an exact tie at the top of an asymmetric
         range is rounded past the last code and comes back by one. A group whose scale would be subnormal becomes zeros.
-        NaN and infinity make their whole group NaN.
+        NaN and infinity make their whole group NaN. For that of learned ratios see `ratio_slopes`.
 
         Args:
             x: `(..., width)`, floating point, any strides.
@@ -104,7 +120,12 @@ class FakeQuantizer:
         """
         if not self.spec.enabled:
             return x
-        values: Tensor = _StraightThrough.apply(x, self.spec, self._clip(x))  # type: ignore[no-untyped-call]
+        ratios = self.ratios
+        values: Tensor = (
+            _StraightThrough.apply(x, self.spec, self._clip(x))  # type: ignore[no-untyped-call]
+            if ratios is None
+            else _LearnedStep.apply(x, ratios, self.spec)  # type: ignore[no-untyped-call]
+        )
         return values
 
     def quantize(self, x: Tensor) -> QuantizedTensor:
@@ -136,22 +157,31 @@ class FakeQuantizer:
         """
         if not self.spec.enabled:
             raise ValueError(f"bits={self.spec.bits} has no integer form; set bits to 2 to 8 to quantize")
-        grouped = _grouped(x, groups=self.spec.num_groups(x.shape[-1])).to(_compute_dtype(x))
-        grid = _grid(grouped, spec=self.spec, clip=self._clip(x))
-        codes = grid.round(grouped)
-        margin = int(self.spec.clips)
-        torch.maximum(codes, grid.lowest - margin, out=codes)
-        torch.minimum(codes, grid.highest + margin, out=codes)
-        kept = codes.flatten(-2).to(_signed_dtype(self.spec))
-        values = grid.clamp_(codes).mul_(grid.scale).flatten(-2).to(x.dtype)
-        return values, EncodedTensor(kept, grid.scale, grid.lowest, grid.highest, self.spec.clips)
+        return _encode(x, spec=self.spec, clip=self._clip(x), clips=self.clips)
 
     def refresh(self) -> None:
         """Forget the cached clip ratios, so that the next use searches them anew."""
         self._clip_ratios = None
 
+    def start(self, x: Tensor) -> None:
+        """Let the learned ratios begin where the spec has those of `x`: searched, or its one ratio."""
+        assert self.learned is not None, "only a quantizer whose ratios are learned can start them"
+        self.learned.start(search_clip_ratios(x, spec=self.spec) if self.spec.clip_search else self.spec.clip_ratio)
+
+    @property
+    def clip_ratios(self) -> Tensor | None:
+        """The cached ratios, `(..., groups)`; None where none are searched, or were since the last `refresh`."""
+        return self._clip_ratios
+
+    @clip_ratios.setter
+    def clip_ratios(self, ratios: Tensor) -> None:
+        self._clip_ratios = ratios
+
     def _clip(self, x: Tensor) -> float | Tensor:
-        """Return the ratio of all groups, or each group's own, `(..., groups, 1)`, searched on first use."""
+        """Return the ratio of all groups, or each group's own, `(..., groups, 1)`, learned or searched on first use."""
+        ratios = self.ratios
+        if ratios is not None:
+            return ratios.detach().unsqueeze(-1)
         if not self.spec.clip_search:
             return self.spec.clip_ratio
         if self._clip_ratios is None:
@@ -163,6 +193,19 @@ class FakeQuantizer:
                 f"needs {expected}; use one quantizer per tensor, or call refresh() when its shape changes"
             )
         return self._clip_ratios.to(x.device).unsqueeze(-1)
+
+
+def _encode(x: Tensor, *, spec: QuantSpec, clip: float | Tensor, clips: bool) -> tuple[Tensor, EncodedTensor]:
+    """Return the fake-quantized values, and in integers what a backward pass needs to form them again."""
+    grouped = _grouped(x, groups=spec.num_groups(x.shape[-1])).to(_compute_dtype(x))
+    grid = _grid(grouped, spec=spec, clip=clip)
+    codes = grid.round(grouped)
+    margin = int(clips)
+    torch.maximum(codes, grid.lowest - margin, out=codes)
+    torch.minimum(codes, grid.highest + margin, out=codes)
+    kept = codes.flatten(-2).to(_signed_dtype(spec, clips=clips))
+    values = grid.clamp_(codes).mul_(grid.scale).flatten(-2).to(x.dtype)
+    return values, EncodedTensor(kept, grid.scale, grid.lowest, grid.highest, clips)
 
 
 @torch.no_grad()
@@ -261,11 +304,11 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _signed_dtype(spec: QuantSpec) -> torch.dtype:
-    """Return the narrowest type of codes less their zero point, and of one code beyond them if the spec clips."""
+def _signed_dtype(spec: QuantSpec, *, clips: bool) -> torch.dtype:
+    """Return the narrowest type of codes less their zero point, and of one code beyond them if there is clipping."""
     lowest, highest = spec.code_range if spec.symmetric else (-spec.code_range[1], spec.code_range[1])
     narrow = torch.iinfo(torch.int8)
-    fits = lowest - spec.clips >= narrow.min and highest + spec.clips <= narrow.max
+    fits = lowest - clips >= narrow.min and highest + clips <= narrow.max
     return torch.int8 if fits else torch.int16
 
 
@@ -299,3 +342,49 @@ class _StraightThrough(torch.autograd.Function):
             # As bytes, since neither masked_fill nor the conversion of a bool tensor is vectorized on CPU.
             gradient = kept.view(torch.uint8).to(gradient.dtype).mul_(gradient)
         return gradient, None, None
+
+
+class _LearnedStep(torch.autograd.Function):
+    """Fake quantization with learned ratios, which keeps its two arguments and quantizes once more in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ratios: Tensor, spec: QuantSpec) -> Tensor:
+        ctx.save_for_backward(x, ratios)
+        ctx.spec = spec
+        return _encode(x, spec=spec, clip=ratios.unsqueeze(-1), clips=True)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, ratios = ctx.saved_tensors
+        encoded = _encode(x, spec=ctx.spec, clip=ratios.unsqueeze(-1), clips=True)[1]
+        values, passes = encoded.decode(dtype=x.dtype)
+        assert passes is not None, "learned ratios clip"
+        for_ratios = None
+        if ctx.needs_input_grad[1]:
+            slopes = ratio_slopes(x, values=values, passes=passes, ratios=ratios)
+            for_ratios = sum_groups(slopes.mul_(gradient), like=ratios)
+        for_x = gradient * passes.to(gradient.dtype) if ctx.needs_input_grad[0] else None
+        return for_x, for_ratios, None
+
+
+def ratio_slopes(x: Tensor, *, values: Tensor, passes: Tensor | None, ratios: Tensor) -> Tensor:
+    """Return the slope of each fake-quantized value by its group's clip ratio, `(..., width)`, of the grid's dtype.
+
+    Equation 3 of Esser et al., "Learned Step Size Quantization", ICLR 2020: the slope by the scale is the code, less
+    x / scale where x is not clipped. The scale is the ratio times a constant (the group's extremes do not move), so the
+    slope by the ratio is `(value − passes · x) / ratio`. The paper's factor on this gradient is left out: AdamW does
+    not depend on it, and the joint norm of all gradients remains that of the loss.
+
+    Args:
+        x: `(..., width)`, what was quantized.
+        values, passes: as `EncodedTensor.decode` gives them.
+        ratios: `(..., groups)`.
+    """
+    errors = _grouped(values - (x if passes is None else passes * x), groups=ratios.shape[-1])
+    return errors.div_(ratios.unsqueeze(-1)).flatten(-2)
+
+
+def sum_groups(values: Tensor, *, like: Tensor) -> Tensor:
+    """Add up each group of `(..., width)`; the sums `(..., groups)` have shape and dtype of `like`."""
+    return _grouped(values, groups=like.shape[-1]).sum(-1).to(like.dtype)

@@ -66,13 +66,16 @@ def relative_error(original: Tensor, changed: Tensor) -> float:
 
 
 @torch.no_grad()
-def check_merged(original: Trace, model: RotatedModel, token_ids: Tensor, *, dtype: torch.dtype) -> float:
+def check_merged(before: Trace, model: RotatedModel, token_ids: Tensor, *, dtype: torch.dtype) -> float:
     """Return the relative logit error of the merged model.
+
+    Args:
+        before: what the original computed; where weights were trained, the rotated model just before the merge.
 
     Raises:
         ArithmeticError: it exceeds the limit.
     """
-    error, limit = relative_error(original.logits, trace(model, token_ids, rotate=True).logits), LIMITS[dtype]
+    error, limit = relative_error(before.logits, trace(model, token_ids, rotate=True).logits), LIMITS[dtype]
     if not error <= limit:
         raise ArithmeticError(f"invariance: merging changed the logits by {error:.1e} relative (limit {limit:.0e})")
     return error

@@ -21,9 +21,9 @@ from rotexp.sharding.shards import local_rows
 class RotatedLinear(nn.Module):
     """A linear between two rotated bases, its weight and input fake-quantized.
 
-    With input rotation R and output rotation L it computes `Q(x) Q(Lᵀ W R)ᵀ + Lᵀ b` from the frozen `weight` W
-    (outputs, inputs) and `bias` b; with an online Hadamard H, which takes R's place, `Q(x H) Q(Lᵀ W H)ᵀ + Lᵀ b`.
-    Gradients reach the bank and x only.
+    With input rotation R and output rotation L it computes `Q(x) Q(Lᵀ W R)ᵀ + Lᵀ b` from `weight` W (outputs, inputs)
+    and `bias` b; with an online Hadamard H, which takes R's place, `Q(x H) Q(Lᵀ W H)ᵀ + Lᵀ b`. Gradients reach the
+    bank, x and whatever else is trained.
 
     Attributes:
         input_rotation, output_rotation: None once merged, or where no rotation acts.
@@ -128,6 +128,11 @@ class RotatedLinear(nn.Module):
         online = self.online or self._unbaked
         part = "" if self.output_rows is None or not names[1] else " (values)"
         return (f"R4: H{online.order}, online" if online else names[0]), names[1] + part
+
+    @property
+    def weight_quantizers(self) -> dict[str, FakeQuantizer]:
+        """The quantizer of each weight, by the weight's name."""
+        return {"weight": self.weight_quantizer}
 
     def quantized_widths(self) -> list[tuple[str, QuantSpec, int]]:
         """Return for weights and activations their quantizer's spec and the width it divides into groups."""

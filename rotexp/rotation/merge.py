@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rotexp.rotation.model import Consumer, RotatedModel
+from rotexp.rotation.model import SCALES, Consumer, RotatedModel
 from rotexp.rotation.norms import fold_norms
 from rotexp.sharding.shards import gathered, reshard, write_rows
 
@@ -28,7 +28,7 @@ def prepare(model: RotatedModel) -> None:
 def merge(model: RotatedModel) -> None:
     """Replace every weight by its rotated one and empty the bank; online transforms stay online.
 
-    Under sharding one unit at a time is whole.
+    Quantizers keep learned scales, which the network no longer registers. Under sharding one unit at a time is whole.
     """
     reshard(model.network)
     for unit in model.units:
@@ -40,6 +40,8 @@ def merge(model: RotatedModel) -> None:
                 write_rows(module.get_parameter(name), values)
             consumer.release()
     model.bank.prune(name for name, _ in tuple(model.bank.items()))
+    if model.scales is not None:
+        delattr(model.network, SCALES)
 
 
 def _changed(module: nn.Module, consumer: Consumer) -> dict[str, Tensor]:

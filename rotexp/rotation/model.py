@@ -12,6 +12,7 @@ from torch import nn
 
 from rotexp.config import RotationConfig, RotationInit
 from rotexp.models.arch import ArchSpec, decoder_layers, embedding_name, head_name
+from rotexp.quant.scales import QuantizerScales
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation, RotationBank, draw
 from rotexp.rotation.experts import RotatedExperts
@@ -20,6 +21,9 @@ from rotexp.rotation.hadamard import is_constructible
 from rotexp.rotation.hooks import RotatedInput, RotatedOutput
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode
+
+SCALES = "quantizer_scales"
+"""The name under which a model registers its learned scales."""
 
 Consumer = RotatedLinear | RotatedExperts | RotatedInput | RotatedOutput
 """What uses rotations: it can say what its parameters are with them baked in (`merged`), and let go (`release`)."""
@@ -39,6 +43,7 @@ class RotatedModel:
         rms_norms: names of the norms that stop subtracting the mean when they are folded.
         added: parameters that the checkpoint does not have (biases that take up norms' biases); they start at zero.
         hooked: consumers that are no modules, with the names of the modules whose parameters are theirs.
+        scales: learned scales of the weight quantizers, if they are trained.
     """
 
     network: nn.Module
@@ -51,6 +56,7 @@ class RotatedModel:
     rms_norms: list[str] = field(default_factory=list)
     added: set[str] = field(default_factory=set)
     hooked: list[RotatedInput | RotatedOutput] = field(default_factory=list)
+    scales: QuantizerScales | None = None
 
     @property
     def rotated_modules(self) -> list[RotatedLinear | RotatedExperts]:
@@ -70,6 +76,18 @@ class RotatedModel:
         names = [*embeddings, head_name(self.network)]
         *first, head = (self.network.get_submodule(name) for name in names)
         return [*first, *decoder_layers(self.network, self.spec), head]
+
+    @property
+    def trained_names(self) -> list[str]:
+        """Names of every parameter that is trained and no rotation, in the network's order."""
+        rotations = set(self.bank.parameters())
+        named = self.network.named_parameters()
+        return [name for name, parameter in named if parameter.requires_grad and parameter not in rotations]
+
+    @property
+    def unsharded(self) -> set[nn.Parameter]:
+        """What stays whole on every rank and outside FSDP, which hence does not reduce its gradients."""
+        return set(self.bank.parameters()) | set(self.scales.parameters() if self.scales is not None else ())
 
     @property
     def residual(self) -> Rotation | None:

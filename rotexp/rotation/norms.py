@@ -97,14 +97,23 @@ def _probe_eps(norm: nn.Module, x: Tensor, *, centred: bool) -> float:
 
 @dataclass(frozen=True)
 class _RootMeanSquare:
-    """What a folded norm computes; takes the place of its `forward`."""
+    """What a folded norm computes; takes the place of its `forward`.
 
-    eps: float
+    Attributes:
+        trained: the norm if it is trained on, so that its parameters act, which begin as no gain and no bias; or None.
+    """
+
+    kind: NormKind
+    trained: nn.Module | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalize x: (..., width), in float32 (float64 for a float64 tensor), returned in its dtype."""
-        values = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.rms_norm(values, x.shape[-1:], eps=self.eps).to(x.dtype)
+        values = F.rms_norm(_wide(x), x.shape[-1:], eps=self.kind.eps)
+        own = self.trained._parameters if self.trained is not None else {}
+        weight, bias = own.get("weight"), own.get("bias")
+        if weight is not None and self.kind.gain_offset is not None:
+            values = values * (self.kind.gain_offset + weight)
+        return (values if bias is None else values + bias).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -151,6 +160,8 @@ def norm_kinds(groups: list[NormReaders], width: int) -> dict[str, NormKind]:
 def fold_norms(model: nn.Module, spec: ArchSpec) -> None:
     """Fold every norm's gain and bias into its readers, and centre the writers if the norms subtract means.
 
+    Gains are one and biases zero then, and may be trained on from there.
+
     Works on any shard of rows; what is not local is gathered, one parameter at a time. Products are formed in float32
     (float64 for a float64 model) and stored in the weight's dtype.
 
@@ -179,7 +190,8 @@ def _fold(group: NormReaders, kind: NormKind) -> None:
             rows.copy_(_wide(rows) * gain)
         local_rows(weight).fill_(1.0 - kind.gain_offset)
     if kind.centred:
-        group.norm.forward = _RootMeanSquare(kind.eps)
+        trained = any(parameter.requires_grad for parameter in group.norm.parameters(recurse=False))
+        group.norm.forward = _RootMeanSquare(kind, group.norm if trained else None)
 
 
 def _fold_shift(group: NormReaders, shift: Tensor) -> None:

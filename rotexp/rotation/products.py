@@ -1,8 +1,8 @@
-"""Products of a frozen weight with rotations and activations, with hand-derived gradients that keep little.
+"""Products of a weight with rotations and activations, with hand-derived gradients that keep little.
 
-With input rotation R, output rotation L, fake quantizer Q and a frozen weight W (outputs, inputs) it is
-`y = x Q(Lᵀ W R)ᵀ`. For the upstream gradient G, straight through Q where it does not clip (mask M), hence
-`dx = G Q(Lᵀ W R)`, `D = (Gᵀ x) ∘ M`, `dL = (W R) Dᵀ` and `dR = Wᵀ (L D)`.
+With input rotation R, output rotation L, fake quantizer Q and a weight W (outputs, inputs) it is `y = x Q(Lᵀ W R)ᵀ`.
+For the upstream gradient G, straight through Q where it does not clip (mask M), hence `dx = G Q(Lᵀ W R)`,
+`D = (Gᵀ x) ∘ M`, `dL = (W R) Dᵀ`, `dR = Wᵀ (L D)`, and `dW = L D Rᵀ` if W is trained.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rotexp.models.arch import ValueRows
-from rotexp.quant.fake import EncodedTensor, FakeQuantizer
+from rotexp.quant.fake import EncodedTensor, FakeQuantizer, ratio_slopes, sum_groups
 
 
 def rotated_linear(
@@ -29,14 +29,14 @@ def rotated_linear(
     output_rows: ValueRows | None = None,
     keep_codes: bool = True,
 ) -> Tensor:
-    """Return `x Q(Lᵀ W R)ᵀ + b`, rotating the weight; gradients reach x, b, R and L, once.
+    """Return `x Q(Lᵀ W R)ᵀ + b`, rotating the weight; gradients reach x, W, b, R, L and learned clip ratios, once.
 
     For the backward pass it keeps x, the weight and the rotations, which others hold anyway, and of the quantized
-    weight either integer codes, a quarter of its float32 size, or nothing.
+    weight either integer codes, a quarter of its float32 size, or nothing (as where clip ratios are learned).
 
     Args:
         x: (..., inputs), quantized already where it should be.
-        weight: (outputs, inputs), frozen, of the dtype of x.
+        weight: (outputs, inputs), of the dtype of x.
         bias: (outputs,), rotated already.
         quantizer: Q; nothing is quantized if its spec is off.
         input_rotation: R, (n, n), repeated as often as it fits into inputs, or (blocks, n, n), block-diagonal; float32
@@ -49,7 +49,7 @@ def rotated_linear(
         (..., outputs), of the dtype of x.
     """
     result: Tensor = _RotatedLinear.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, input_rotation, output_rotation, output_rows, quantizer, keep_codes
+        x, weight, bias, input_rotation, output_rotation, quantizer.ratios, output_rows, quantizer, keep_codes
     )
     return result
 
@@ -65,80 +65,98 @@ class _RotatedLinear(torch.autograd.Function):
         bias: Tensor | None,
         before: Tensor | None,
         after: Tensor | None,
+        ratios: Tensor | None,
         rows: ValueRows | None,
         quantizer: FakeQuantizer,
         keep_codes: bool,
     ) -> Tensor:
         used, encoded = rotate_weight(weight, before=before, after=after, rows=rows), None
-        if quantizer.spec.enabled and keep_codes and any(ctx.needs_input_grad):
+        _, for_weight, _, for_before, for_after, for_ratios, *_ = ctx.needs_input_grad
+        if quantizer.spec.enabled and keep_codes and any(ctx.needs_input_grad) and not for_ratios:
             used, encoded = quantizer.encode(used)
         else:
             used = quantizer(used)
-        learned = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-        ctx.save_for_backward(x if learned else None, weight, before, after, *(encoded.tensors if encoded else ()))
+        learned = for_weight or for_before or for_after or for_ratios
+        codes = encoded.tensors if encoded else ()
+        ctx.save_for_backward(x if learned else None, weight, before, after, ratios, *codes)
         ctx.rows, ctx.quantizer = rows, quantizer
         return F.linear(x, used, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, before, after, *encoded = ctx.saved_tensors
-        needs_x, _, needs_bias, needs_before, needs_after, *_ = ctx.needs_input_grad
+        x, weight, before, after, ratios, *encoded = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, needs_before, needs_after, needs_ratios, *_ = ctx.needs_input_grad
         flat = gradient.reshape(-1, gradient.shape[-1])
-        used, passes = _used_weight(ctx, weight, before, after, encoded)
+        used, passes, slopes = _used_weight(ctx, weight, before, after, ratios, encoded)
         for_x = (flat @ used).reshape(*gradient.shape[:-1], -1) if needs_x else None
         del used
         for_bias = flat.sum(0) if needs_bias else None
-        for_before, for_after = None, None
-        if needs_before or needs_after:
+        for_weight, for_before, for_after, for_ratios = None, None, None, None
+        if needs_weight or needs_before or needs_after or needs_ratios:
             for_rotated = flat.mT @ x.reshape(-1, x.shape[-1])
+            if slopes is not None:
+                for_ratios = sum_groups(slopes.mul_(for_rotated), like=ratios)
             if passes is not None:
                 for_rotated = for_rotated.mul_(passes)
-            for_before, for_after = _rotation_gradients(
+            for_weight, for_before, for_after = _weight_gradients(
                 for_rotated,
                 weight,
                 before=before,
                 after=after,
                 rows=ctx.rows,
-                needed=(needs_before, needs_after),
+                needed=(needs_weight, needs_before, needs_after),
             )
-        return for_x, None, for_bias, for_before, for_after, None, None, None
+        return for_x, for_weight, for_bias, for_before, for_after, for_ratios, None, None, None
 
 
 def _used_weight(
-    ctx: Any, weight: Tensor, before: Tensor | None, after: Tensor | None, encoded: list[Tensor]
-) -> tuple[Tensor, Tensor | None]:
-    """Return the weight that multiplied x, and where its gradient passes (None: everywhere)."""
-    spec = ctx.quantizer.spec
+    ctx: Any,
+    weight: Tensor,
+    before: Tensor | None,
+    after: Tensor | None,
+    ratios: Tensor | None,
+    encoded: list[Tensor],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the weight that multiplied x, where its gradient passes (None: everywhere), and its slopes by the ratios.
+
+    The last is None where ratios are not learned.
+    """
+    quantizer: FakeQuantizer = ctx.quantizer
     if encoded:
         codes, scale, lowest, highest = encoded
-        return EncodedTensor(codes, scale, lowest, highest, spec.clips).decode(dtype=weight.dtype)
+        return *EncodedTensor(codes, scale, lowest, highest, quantizer.clips).decode(dtype=weight.dtype), None
     rotated = rotate_weight(weight, before=before, after=after, rows=ctx.rows)
-    if not spec.enabled:
-        return rotated, None
-    kept: EncodedTensor = ctx.quantizer.encode(rotated)[1]
-    return kept.decode(dtype=weight.dtype)
+    if not quantizer.spec.enabled:
+        return rotated, None, None
+    used, passes = quantizer.encode(rotated)[1].decode(dtype=weight.dtype)
+    if ratios is None or not ratios.requires_grad:
+        return used, passes, None
+    return used, passes, ratio_slopes(rotated, values=used, passes=passes, ratios=ratios)
 
 
-def _rotation_gradients(
+def _weight_gradients(
     for_rotated: Tensor,
     weight: Tensor,
     *,
     before: Tensor | None,
     after: Tensor | None,
     rows: ValueRows | None,
-    needed: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Derive dR and dL from the gradient of `Lᵀ W R`."""
+    needed: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Derive dW, dR and dL from the gradient of `Lᵀ W R`."""
+    needs_weight, needs_before, needs_after = needed
     for_before, for_after = None, None
-    if after is not None and needed[1]:
+    if after is not None and needs_after:
         once = weight if before is None else rotate_columns(weight, before)
         for_after = rows_gradient(once, for_rotated, after, rows=rows)
-    if before is not None and needed[0]:
-        if after is not None:
-            for_rotated = rotate_rows(for_rotated, after.mT, rows=rows)
+    if after is not None and (needs_weight or needs_before):
+        for_rotated = rotate_rows(for_rotated, after.mT, rows=rows)
+    if before is not None and needs_before:
         for_before = columns_gradient(weight, for_rotated, before)
-    return for_before, for_after
+    if before is not None and needs_weight:
+        for_rotated = rotate_columns(for_rotated, before.mT)
+    return for_rotated if needs_weight else None, for_before, for_after
 
 
 def rotate_weight(weight: Tensor, *, before: Tensor | None, after: Tensor | None, rows: ValueRows | None) -> Tensor:

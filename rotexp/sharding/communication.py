@@ -9,9 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed both and warns of the old names, which are all that earlier versions know.
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Communication:
-    """All-reduce and broadcast over the whole world, doing nothing in a world of one.
+    """Collectives over the whole world, which move nothing between ranks in a world of one.
 
     Attributes:
         num_collectives, num_bytes: issued so far, and what this rank gave to them.
@@ -40,6 +44,22 @@ class Communication:
             self._count(tensor)
             dist.broadcast(tensor, src=0)
         return tensor
+
+    def reduce_scatter(self, piece: Tensor, whole: Tensor) -> Tensor:
+        """Overwrite `piece` (n,) by this rank's n numbers of the sum of all ranks' `whole` (world * n,), return it."""
+        if self.world_size == 1:
+            return piece.copy_(whole)
+        self._count(whole)
+        _REDUCE_SCATTER(piece, whole)
+        return piece
+
+    def all_gather(self, whole: Tensor, piece: Tensor) -> Tensor:
+        """Overwrite `whole` (world * n,) by the `piece` (n,) of every rank, in their order, and return it."""
+        if self.world_size == 1:
+            return whole.copy_(piece)
+        self._count(piece)
+        _ALL_GATHER(whole, piece)
+        return whole
 
     @contextmanager
     def equal_threads(self) -> Iterator[None]:

@@ -1,14 +1,17 @@
-"""What a person sees: phases, a progress bar (plain lines when not a terminal), the table of results."""
+"""What a person sees: the facts at the start, progress (plain lines when not a terminal), the table of results."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from rotexp.metrics.profiler import PartFigures
@@ -21,45 +24,110 @@ ROWS = {
 }
 """Names of the evaluated variants, for people."""
 
+MEMORY = ("memory/peak_allocated_gib_max", "memory/peak_rss_gib_max")
+"""What a step's peak of memory is, the first that a row has."""
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """What a person wants to know before a run has cost anything.
+
+    Attributes:
+        model: what the model calls itself.
+        parameters: how many it has.
+        sharding: how they are split, in words, as it came out.
+        devices: how many of what.
+        tokens_per_step: over all ranks.
+        steps: those still to be done.
+        folder: of the run.
+        step_seconds: how long one step takes, if one was measured.
+    """
+
+    model: str
+    parameters: int
+    sharding: str
+    devices: str
+    tokens_per_step: int
+    steps: int
+    folder: Path
+    step_seconds: float | None = None
+
+
+def startup_panel(facts: StartUp) -> Panel:
+    """Return the facts as a panel."""
+    total = facts.tokens_per_step * facts.steps
+    left = None if facts.step_seconds is None else duration(facts.step_seconds * facts.steps)
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
+    table.add_row("model", f"{facts.model}, {facts.parameters:,} parameters")
+    table.add_row("sharding", facts.sharding)
+    table.add_row("devices", facts.devices)
+    table.add_row("tokens", f"{facts.tokens_per_step:,} a step, {total:,} in all")
+    table.add_row("steps", f"{facts.steps:,}" + (f", about {left}" if left else "; the first says how long they take"))
+    table.add_row("folder", str(facts.folder))
+    return Panel(table, title="rotexp", title_align="left", expand=False)
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people say it: `45 s`, `12 min`, `3.5 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
 
 class TrainingProgress:
-    """The progress of the training loop."""
+    """The progress of a run over its phases, and of the training loop over its steps."""
 
-    def __init__(self, console: Console, *, steps: int, lines: int = 20) -> None:
-        """Show `steps` steps; when not on a terminal, in about `lines` lines."""
+    def __init__(
+        self, console: Console, *, steps: int, phases: Sequence[str] = (), done: int = 0, lines: int = 20
+    ) -> None:
+        """Show `steps` steps; when not on a terminal, in about `lines` lines.
+
+        Args:
+            phases: the phases to come, in their order.
+            done: steps that an earlier session took.
+        """
         self._console = console
-        self._steps = steps
-        self._every = max(1, -(-steps // lines))
+        self._steps, self._done = steps, done
+        self._phases = list(phases)
+        self._every = max(1, -(-(steps - done) // lines))
         self._began = time.perf_counter()
-        self._bar = Progress(
-            TextColumn("train"),
+        self._bars = Progress(
+            TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("train", total=steps, loss=float("nan"), rate=0.0)
+        self._phase = self._bars.add_task("run", total=len(self._phases), note="", visible=bool(self._phases))
+        self._step = self._bars.add_task("train", total=steps, completed=done, note="", visible=steps > 0)
 
     def __enter__(self) -> TrainingProgress:
-        self._bar.start()
+        self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._bars.stop()
+
+    def phase(self, name: str) -> None:
+        """Show which phase begins; its steps are timed from here."""
+        self._began = time.perf_counter()
+        self._bars.update(self._phase, completed=self._phases.index(name), note=name)
 
     def show(self, step: int, row: Mapping[str, float]) -> None:
-        """Show a step's loss and rate, and the time left."""
-        loss, rate = row["train/loss"], row["throughput/tokens_per_s"]
-        self._bar.update(self._task, completed=step, loss=loss, rate=rate)
-        if not self._console.is_terminal and (step == 1 or step % self._every == 0 or step == self._steps):
-            left = (time.perf_counter() - self._began) / step * (self._steps - step)
-            self._console.print(
-                f"step {step}/{self._steps}  loss {loss:.4f}  {rate:,.0f} tokens/s  {left:.0f} s left", highlight=False
-            )
+        """Show a step's loss, rate and memory (where the row has it), and the time left."""
+        left = (time.perf_counter() - self._began) / max(step - self._done, 1) * (self._steps - step)
+        figures = [f"loss {row['train/loss']:.4f}", f"{row['throughput/tokens_per_s']:,.0f} tokens/s"]
+        figures += [f"{row[key]:.2f} GiB" for key in MEMORY if key in row][:1]
+        note = "  ".join([*figures, f"{duration(left)} left"])
+        self._bars.update(self._step, completed=step, note=note)
+        since = step - self._done
+        if not self._console.is_terminal and (since == 1 or since % self._every == 0 or step == self._steps):
+            self._console.print(f"step {step}/{self._steps}  {note}", highlight=False)
 
 
 def results_table(evaluation: Mapping[str, Any], *, title: str, trained: bool) -> Table:

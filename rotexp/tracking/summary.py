@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from rotexp.training.loop import TrainResult
+from rotexp.training.state import TrainResult
 
 PACKAGES = ("rotexp", "torch", "transformers", "accelerate", "hydra-core", "wandb", "safetensors")
 
@@ -17,7 +17,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
 
 
-def train_summary(result: TrainResult, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+def train_summary(result: TrainResult, evaluation: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
     """Return what training did; losses in nats, the best step counted from 1.
 
     `improved` compares held-out perplexity with that of random Hadamard rotations; null where nothing was trained or
@@ -32,7 +32,9 @@ def train_summary(result: TrainResult, evaluation: Mapping[str, Any]) -> dict[st
         "steps": len(losses),
         "loss_start": losses[0] if losses else None,
         "loss_end": losses[-1] if losses else None,
-        "best_step": 1 + min(range(len(losses)), key=losses.__getitem__) if losses else None,
+        "best_step": result.best_step,
         "improved": improved,
+        "skipped": result.skipped,
         "seconds": result.seconds,
+        "device_hours": world_size * result.seconds / 3600.0,
     }

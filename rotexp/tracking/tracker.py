@@ -38,14 +38,34 @@ class Trackers:
         for tracker in self._trackers:
             tracker.finish(summary, exit_code=exit_code)
 
+    @property
+    def run_id(self) -> str | None:
+        """What W&B calls the run; None when it does not mirror it."""
+        return next((found for tracker in self._trackers if (found := getattr(tracker, "run_id", None))), None)
 
-def open_trackers(config: Config, folder: Path, *, plain_config: Mapping[str, Any], rank: int) -> Trackers:
-    """Open the trackers a config asks for, on rank 0; on other ranks nothing is recorded."""
+
+def open_trackers(
+    config: Config,
+    folder: Path,
+    *,
+    plain_config: Mapping[str, Any],
+    rank: int,
+    run_id: str | None = None,
+    logged_to: int = -1,
+) -> Trackers:
+    """Open the trackers a config asks for, on rank 0; on other ranks nothing is recorded.
+
+    Args:
+        plain_config: the whole configuration as nested dicts.
+        run_id: the W&B run that a resumed run goes on with.
+        logged_to: the last step that W&B saw of it.
+    """
     if rank:
         return Trackers([])
     trackers: list[Tracker] = [MetricsFile(folder)]
     if config.tracker.kind is TrackerKind.wandb and config.tracker.mode is not WandbMode.disabled:
         from rotexp.tracking.wandb import WandbMirror
 
-        trackers.append(WandbMirror(config.tracker, folder, plain_config=plain_config))
+        mirror = WandbMirror(config.tracker, folder, plain_config=plain_config, run_id=run_id, logged_to=logged_to)
+        trackers.append(mirror)
     return Trackers(trackers)

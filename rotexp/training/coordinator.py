@@ -13,7 +13,11 @@ from torch.distributed.tensor import DTensor
 from rotexp.config import OnDivergence
 from rotexp.rotation.bank import RotationBank
 from rotexp.sharding.communication import Communication
+from rotexp.sharding.master import ZeRO2Master
 from rotexp.sharding.shards import local_rows
+
+SMALL = 2**16
+"""Numbers up to which a parameter that is no rotation shares the rotations' collective."""
 
 LOGGER = logging.getLogger(__name__)
 
@@ -54,13 +58,16 @@ class Coordinator:
         ValueError: the model has no bank.
     """
 
-    def __init__(self, model: nn.Module, communication: Communication) -> None:
+    def __init__(
+        self, model: nn.Module, communication: Communication, *, master: ZeRO2Master | None = None
+    ) -> None:
         banks = [(name, module) for name, module in model.named_modules() if isinstance(module, RotationBank)]
         if len(banks) != 1:
             raise ValueError(f"the model registers {len(banks)} rotation banks, not one; place rotations first")
         self.model = model
         self.prefix, self.bank = f"{banks[0][0]}.", banks[0][1]
         self.communication = communication
+        self.master = master
 
     @torch.no_grad()
     def broadcast(self) -> None:
@@ -73,29 +80,49 @@ class Coordinator:
             parameter.copy_(values)
 
     @torch.no_grad()
-    def consolidate(self, loss: Tensor) -> Tensor:
-        """Average the rotations' gradients over all ranks by one all-reduce, once an optimizer step.
+    def consolidate(self, numbers: Tensor) -> Tensor:
+        """Average gradients over all ranks, once an optimizer step: those of whole parameters, and the master's.
 
-        The buffer holds every gradient in the bank's order, for each rotation whether this rank has one, and the loss.
-        A rotation without a gradient on any rank keeps None.
+        Rotations and small parameters share one collective, whose buffer holds for each its gradient and whether this
+        rank has one, and the numbers; one without a gradient on any rank keeps None. FSDP has averaged the gradients of
+        sharded parameters already.
 
         Args:
-            loss: this rank's mean loss over its share of the global batch, a scalar.
+            numbers: this rank's, (count,), float32.
 
         Returns:
-            The mean loss over all ranks, a scalar.
+            The numbers' means over all ranks.
         """
-        parameters = [parameter for _, parameter in self.bank.items() if parameter.requires_grad]
-        if not parameters or self.communication.world_size == 1:
-            return loss
+        if self.communication.world_size > 1:
+            together, alone = self._whole_parameters()
+            numbers = self._consolidate_together(together, numbers)
+            for parameter in alone:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = self.communication.reduce_(gradient).div_(self.communication.world_size)
+        if self.master is not None:
+            self.master.reduce()
+        return numbers
+
+    def _consolidate_together(self, parameters: list[nn.Parameter], numbers: Tensor) -> Tensor:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        presence = torch.tensor([float(p.grad is not None) for p in parameters], device=loss.device)
-        flat = _flatten([*gradients, presence, loss.reshape(1)])
+        presence = torch.tensor([float(p.grad is not None) for p in parameters], device=numbers.device)
+        flat = _flatten([*gradients, presence, numbers])
         self.communication.reduce_(flat).div_(self.communication.world_size)
-        *means, present, mean_loss = _split(flat, [*gradients, presence, loss.reshape(1)])
+        *means, present, mean_numbers = _split(flat, [*gradients, presence, numbers])
         for parameter, mean, somewhere in zip(parameters, means, present.tolist(), strict=True):
             parameter.grad = mean.to(parameter.dtype, copy=True) if somewhere else None
-        return mean_loss.reshape(())
+        return mean_numbers.to(numbers.dtype)
+
+    def _whole_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return what is trained and neither FSDP nor the master reduces: the rotations and small ones, the others."""
+        inside = set(self.master.layout.shapes) if self.master else set()
+        together = [parameter for _, parameter in self.bank.items() if parameter.requires_grad]
+        alone = []
+        for name, parameter in self.model.named_parameters():
+            skipped = name in inside or name.startswith(self.prefix) or isinstance(parameter, DTensor)
+            if parameter.requires_grad and not skipped:
+                (together if parameter.numel() <= SMALL else alone).append(parameter)
+        return together, alone
 
     @torch.no_grad()
     def clip(self, max_norm: float | None) -> Norms:
@@ -104,21 +131,39 @@ class Coordinator:
         Returns:
             The norms before; the same bits on every rank.
         """
-        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        rotations = {f"{self.prefix}{name}" for name, _ in self.bank.items()}
-        rotation_part = _squared_norm([grad for name, grad in gradients.items() if name in rotations])
-        weights = [grad for name, grad in gradients.items() if name not in rotations]
-        weight_part = self._squared_weight_norm(weights) if weights else None
+        gradients = self._gradients()
+        rotation_part = _squared_norm([grad for name, grad in gradients.items() if name.startswith(self.prefix)])
+        weights = [grad for name, grad in gradients.items() if not name.startswith(self.prefix)]
+        weight_part = self._squared_weight_norm(weights) if weights or self.master else None
         total = (rotation_part if weight_part is None else rotation_part + weight_part).sqrt()
         if max_norm is not None:
             coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
-            for gradient in gradients.values():
+            for gradient in (*gradients.values(), *self._master_gradient()):
                 local_rows(gradient).mul_(coefficient)
         return Norms(total, rotation_part.sqrt(), None if weight_part is None else weight_part.sqrt())
+
+    @torch.no_grad()
+    def nonfinite(self) -> str | None:
+        """Return the first tensor, in the model's order, whose gradient is not finite on some rank (a collective)."""
+        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        gradients = self._gradients()
+        faults = [_has_nonfinite(gradients[name]) if name in gradients else False for name in names]
+        faults.append(any(_has_nonfinite(gradient) for gradient in self._master_gradient()))
+        device = next(iter(gradients.values())).device if gradients else None
+        found = self.communication.reduce_(torch.tensor(faults, dtype=torch.float32, device=device), "max").tolist()
+        return next((name for name, fault in zip((*names, "the master"), found, strict=True) if fault), None)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def _master_gradient(self) -> list[Tensor]:
+        return [] if self.master is None or self.master.shard.grad is None else [self.master.shard.grad]
 
     def _squared_weight_norm(self, gradients: list[Tensor]) -> Tensor:
         """Add up whole gradients once, and the shards of the others over all ranks (a collective if there are any)."""
         whole = _squared_norm([grad for grad in gradients if not isinstance(grad, DTensor)])
+        if self.master is not None:
+            whole = whole + self.master.squared_norm()
         shards = [grad for grad in gradients if isinstance(grad, DTensor)]
         if not shards:
             return whole
@@ -188,6 +233,10 @@ def _squared_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of all numbers, a float32 scalar (float64 if a gradient is)."""
     squares = [torch.linalg.vector_norm(gradient, dtype=_accumulator(gradient)).square() for gradient in gradients]
     return torch.stack(squares).sum() if squares else torch.zeros(())
+
+
+def _has_nonfinite(gradient: Tensor) -> bool:
+    return not bool(torch.isfinite(local_rows(gradient)).all())
 
 
 def _accumulator(gradient: Tensor) -> torch.dtype:

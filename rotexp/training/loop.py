@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import get_scheduler
 
-from rotexp.config import Config
+from rotexp.config import Config, OnNonfinite
 from rotexp.data.blocks import BlockDataset, BlockSampler, TokenBlocks
 from rotexp.metrics.profiler import StepProfiler, part
 from rotexp.metrics.rotations import rotation_metrics
 from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.communication import Communication
+from rotexp.signals import Interrupted, StopRequest
 from rotexp.sync.guard import GuardCounts, UnshardGuard
 from rotexp.targets import build
-from rotexp.training.coordinator import Coordinator, Divergence, Norms
+from rotexp.training.coordinator import Coordinator, Norms
+from rotexp.training.objectives import Teacher
+from rotexp.training.state import TrainingState
+
+LOGGER = logging.getLogger(__name__)
 
 Log = Callable[[int, dict[str, float]], None]
 """Takes a step, counted from 1, and its metrics."""
-
-
-@dataclass
-class TrainResult:
-    """The losses of all steps in nats, how long they took in seconds, how far replicas were apart after the last."""
-
-    losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    divergence: Divergence = field(default_factory=Divergence)
 
 
 def micro_batch_size(config: Config, *, world_size: int) -> int:
@@ -43,81 +39,107 @@ def micro_batch_size(config: Config, *, world_size: int) -> int:
 
 
 def train(
-    model: RotatedModel,
+    state: TrainingState,
     blocks: TokenBlocks,
     config: Config,
     *,
     accelerator: Accelerator,
     communication: Communication,
+    teacher: Teacher,
     log: Log,
+    save: Callable[[], None],
+    stop: StopRequest,
     guard: UnshardGuard | None = None,
     profiler: StepProfiler | None = None,
-) -> TrainResult:
-    """Train the model's rotations on token blocks (blocks, tokens), and project them onto the orthogonal group.
+) -> None:
+    """Train on token blocks (blocks, tokens) from the state's step on, and project the rotations onto their group.
+
+    Args:
+        save: writes a checkpoint of the state.
+        stop: asks for a checkpoint and the end.
 
     Raises:
-        FloatingPointError: the loss is not finite; all ranks raise alike.
+        FloatingPointError: a loss or gradient is not finite, and `train.on_nonfinite` is stop; all ranks raise alike.
+        Interrupted: a signal ended the run, and the state was saved.
     """
-    coordinator = Coordinator(model.network, communication)
-    optimizer, scheduler = _optimizer(model, config)
+    model, result = state.model, state.result
+    coordinator = Coordinator(model.network, communication, master=state.master)
     objective = build(config.objective)
-    meter = _Meter(model, config, coordinator, guard)
-    result = TrainResult()
-    model.refresh_quantizers()  # what was searched until now belongs to other rotations
-    began = time.perf_counter()
-    with model.mode.set(rotate=True, quantize=True):
+    meter = _Meter(state, config, coordinator, guard)
+    before, began = result.seconds, time.perf_counter()
+    with model.mode.set(rotate=True, quantize=True), stop.deferred():
         share = torch.zeros((), device=accelerator.device)
-        for token_ids in meter.timed(_loader(blocks, config, accelerator, communication.world_size)):
+        for token_ids in meter.timed(_loader(blocks, config, accelerator, communication.world_size, state.step)):
             with accelerator.accumulate():
                 with part("forward"):
-                    loss = objective(model, token_ids)
+                    loss = objective(model, token_ids, teacher=teacher)
                 with part("backward"):
                     accelerator.backward(loss)
                 share += loss.detach() / accelerator.gradient_accumulation_steps
             if not accelerator.sync_gradients:
+                state.accumulate()
                 continue
             with part("consolidate"):
-                mean_loss = coordinator.consolidate(share).item()
-            _require_finite(mean_loss, step=len(result.losses) + 1)
+                numbers = torch.stack([share, torch.full_like(share, float(stop.signal is not None))])
+                mean_loss, stopping = coordinator.consolidate(numbers).tolist()
             with communication.equal_threads():
                 with part("clip"):
                     norms = coordinator.clip(config.train.max_grad_norm)
                 with part("optimizer"):
-                    optimizer.step()
-            learning_rate = scheduler.get_last_lr()[0]
-            scheduler.step()
-            optimizer.zero_grad()
+                    rates = state.optimizers.learning_rates()
+                    _advance(state, coordinator, config, loss=mean_loss, norms=norms)
             share = torch.zeros_like(share)
-            result.losses.append(mean_loss)
-            step = len(result.losses)
-            _refresh(model, config, step)
+            result.seconds = before + time.perf_counter() - began
+            _refresh(model, config, state.step)
             with part("metrics"):
-                row = meter.row(step, loss=mean_loss, norms=norms, learning_rate=learning_rate)
-                if step % config.train.log_every == 0 or step == config.train.steps:
-                    log(step, row)
+                row = meter.row(state.step, loss=mean_loss, norms=norms) | rates
+                if state.step % config.train.log_every == 0 or state.step == config.train.steps:
+                    log(state.step, row)
             if profiler is not None:
                 profiler.step()
+            if stopping or _save_is_due(state.step, config):
+                save()
+            if stopping:
+                raise Interrupted(stop.signal or signal.SIGTERM)
         result.divergence = coordinator.divergence()  # before the broadcast, after which it could only be zero
-        optimizer.project()
+        state.optimizers.project()
         coordinator.broadcast()
-    result.seconds = time.perf_counter() - began
-    return result
+    result.seconds = before + time.perf_counter() - began
 
 
-def _optimizer(model: RotatedModel, config: Config) -> tuple[Any, Any]:
-    optimizer = build(config.optimizer, [matrix for _, matrix in model.bank.items()])
-    scheduler = get_scheduler(
-        config.train.lr_schedule.name,
-        optimizer,
-        num_warmup_steps=config.train.warmup_steps,
-        num_training_steps=config.train.steps,
+def _advance(state: TrainingState, coordinator: Coordinator, config: Config, *, loss: float, norms: Norms) -> None:
+    """Make the step, or skip it; every rank decides alike.
+
+    Raises:
+        FloatingPointError: the loss or a gradient is not finite, and `train.on_nonfinite` is stop.
+    """
+    if math.isfinite(loss) and math.isfinite(norms.total.item()):
+        state.advance(loss)
+        return
+    tensor = coordinator.nonfinite()
+    where = f"the loss is {loss}" if tensor is None else f"the gradient of {tensor} is not finite (loss {loss})"
+    fault = f"step {state.step + 1}: {where}"
+    if config.train.on_nonfinite is OnNonfinite.stop:
+        raise FloatingPointError(
+            f"{fault}; lower optimizer.lr or train.max_grad_norm, or go on by train.on_nonfinite=skip"
+        )
+    LOGGER.warning("%s; the step is skipped", fault)
+    state.skip(loss)
+
+
+def _save_is_due(step: int, config: Config) -> bool:
+    every = config.train.checkpoint_every
+    return step == config.train.steps or (every is not None and step % every == 0)
+
+
+def _loader(blocks: TokenBlocks, config: Config, accelerator: Accelerator, world_size: int, first_step: int) -> Any:
+    sampler = BlockSampler(
+        len(blocks),
+        global_batch_size=config.data.global_batch_size,
+        steps=config.train.steps,
+        seed=config.seed,
+        first_step=first_step,
     )
-    return optimizer, scheduler
-
-
-def _loader(blocks: TokenBlocks, config: Config, accelerator: Accelerator, world_size: int) -> Any:
-    size = config.data.global_batch_size
-    sampler = BlockSampler(len(blocks), global_batch_size=size, steps=config.train.steps, seed=config.seed)
     micro = micro_batch_size(config, world_size=world_size)
     loader = DataLoader(BlockDataset(blocks), batch_size=micro * world_size, sampler=sampler, drop_last=True)
     return accelerator.prepare_data_loader(loader)
@@ -128,23 +150,17 @@ def _refresh(model: RotatedModel, config: Config, step: int) -> None:
         model.refresh_quantizers()
 
 
-def _require_finite(loss: float, *, step: int) -> None:
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"the loss of step {step} is {loss}: lower optimizer.lr or train.max_grad_norm")
-
-
 class _Meter:
     """Measures steps."""
 
     def __init__(
-        self, model: RotatedModel, config: Config, coordinator: Coordinator, guard: UnshardGuard | None
+        self, state: TrainingState, config: Config, coordinator: Coordinator, guard: UnshardGuard | None
     ) -> None:
         self.guard = guard
         self.seen = self._guard_totals()
-        self.model = model
+        self.state = state
         self.config = config
         self.coordinator = coordinator
-        self.start = model.bank.snapshot()
         self.data_seconds = 0.0
         self.step_began = time.perf_counter()
         self.sent = self._sent()
@@ -161,15 +177,15 @@ class _Meter:
                 return
             yield batch
 
-    def row(self, step: int, *, loss: float, norms: Norms, learning_rate: float) -> dict[str, float]:
+    def row(self, step: int, *, loss: float, norms: Norms) -> dict[str, float]:
         """Return the metrics of the step that ends now, and begin the next."""
         config, communication = self.config, self.coordinator.communication
         seconds = time.perf_counter() - self.step_began
         tokens = config.data.global_batch_size * config.data.sequence_length
         row: dict[str, float] = {
             "train/loss": loss,
-            "train/lr": learning_rate,
             "train/tokens": step * tokens,
+            "train/num_skipped": len(self.state.result.skipped),
             "grad_norm/total": norms.total.item(),
             "grad_norm/rotations": norms.rotations.item(),
             "throughput/tokens_per_s": tokens / seconds,
@@ -185,7 +201,7 @@ class _Meter:
             self.coordinator.settle(divergence, config.metrics.on_divergence, step=step)
             row |= {"replica/max_abs_diff": divergence.max_abs_diff, "replica/num_divergent": len(divergence.names)}
         if step % config.metrics.rotation_every == 0 or step == config.train.steps:
-            row |= rotation_metrics(self.model.bank.snapshot(), self.start)
+            row |= rotation_metrics(self.state.model.bank.snapshot(), self.state.start)
         before, self.sent = self.sent, self._sent()
         row |= {"comm/num_collectives": self.sent[0] - before[0], "comm/bytes": self.sent[1] - before[1]}
         self.data_seconds, self.step_began = 0.0, time.perf_counter()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +12,16 @@ from torch import Tensor
 from rotexp.rotation.model import RotatedModel
 
 
-class Objective(Protocol):
-    """A loss of a batch of blocks."""
+Teacher = Callable[[Tensor], Tensor]
+"""Maps token ids (batch, tokens) to the float model's logits (batch, tokens, vocabulary)."""
 
-    def __call__(self, model: RotatedModel, token_ids: Tensor) -> Tensor:
+
+class Objective(Protocol):
+    """A loss of a batch of blocks; `distills` says whether it asks the teacher."""
+
+    distills: ClassVar[bool]
+
+    def __call__(self, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher) -> Tensor:
         """Return the mean loss in nats, a scalar, for token_ids: (batch, tokens)."""
         ...
 
@@ -22,7 +29,9 @@ class Objective(Protocol):
 class CrossEntropy:
     """Cross entropy of the next token, averaged over all tokens but the first of each block."""
 
-    def __call__(self, model: RotatedModel, token_ids: Tensor) -> Tensor:
+    distills: ClassVar[bool] = False
+
+    def __call__(self, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher) -> Tensor:  # noqa: ARG002
         """Return the mean loss, a scalar, for token_ids: (batch, tokens)."""
         logits = model.logits(token_ids)[:, :-1]
         return F.cross_entropy(logits.flatten(0, 1).float(), token_ids[:, 1:].flatten())
@@ -31,14 +40,16 @@ class CrossEntropy:
 class KLDivergence:
     """KL(float ‖ quantized) of the next-token distributions, averaged over all tokens.
 
-    The teacher is the same model with rotation and quantization switched off.
+    The teacher is the same model with rotation and quantization switched off, or a second one where weights are trained.
     """
 
-    def __call__(self, model: RotatedModel, token_ids: Tensor) -> Tensor:
+    distills: ClassVar[bool] = True
+
+    def __call__(self, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher) -> Tensor:
         """Return the mean divergence, a scalar, for token_ids: (batch, tokens)."""
-        teacher = F.log_softmax(_teacher_logits(model, token_ids), dim=-1).flatten(0, 1)
+        target = F.log_softmax(_target_logits(teacher, token_ids), dim=-1).flatten(0, 1)
         student = F.log_softmax(model.logits(token_ids).float(), dim=-1).flatten(0, 1)
-        return F.kl_div(student, teacher, log_target=True, reduction="batchmean")
+        return F.kl_div(student, target, log_target=True, reduction="batchmean")
 
 
 class TopKKLDivergence:
@@ -47,13 +58,15 @@ class TopKKLDivergence:
     Merging events never raises a divergence, so this bounds the full one from below; they are equal at k = vocabulary.
     """
 
+    distills: ClassVar[bool] = True
+
     def __init__(self, k: int) -> None:
         self.k = k
 
-    def __call__(self, model: RotatedModel, token_ids: Tensor) -> Tensor:
+    def __call__(self, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher) -> Tensor:
         """Return the mean divergence, a scalar, for token_ids: (batch, tokens)."""
-        teacher = F.softmax(_teacher_logits(model, token_ids), dim=-1).flatten(0, 1)
-        likely, indices = teacher.topk(min(self.k, teacher.shape[-1]), dim=-1)
+        target = F.softmax(_target_logits(teacher, token_ids), dim=-1).flatten(0, 1)
+        likely, indices = target.topk(min(self.k, target.shape[-1]), dim=-1)
         student = F.softmax(model.logits(token_ids).float(), dim=-1).flatten(0, 1).gather(-1, indices)
         return F.kl_div(_with_rest(student).log(), _with_rest(likely), reduction="batchmean")
 
@@ -65,6 +78,5 @@ def _with_rest(probabilities: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _teacher_logits(model: RotatedModel, token_ids: Tensor) -> Tensor:
-    with model.mode.set(rotate=False, quantize=False):
-        return model.logits(token_ids).float()
+def _target_logits(teacher: Teacher, token_ids: Tensor) -> Tensor:
+    return teacher(token_ids).float()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rotexp.models.arch import ValueRows
 from rotexp.quant.fake import FakeQuantizer
+from rotexp.quant.scales import QuantizerScales
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import RotationBank
 from rotexp.rotation.products import rotated_linear
@@ -56,7 +57,7 @@ def naive(
     after: Tensor | None,
     *,
     rows: ValueRows | None,
-    quantizer: FakeQuantizer,
+    quantizer: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Compose dense matrices and the fake quantizer, whose own gradients are tested elsewhere."""
     before, size = dense(before, INPUTS), OUTPUTS if rows is None else rows.num_blocks * (rows.stop - rows.start)
@@ -72,7 +73,7 @@ def naive(
 
 
 def tensors(kind: str, *, bias: bool, dtype: torch.dtype = torch.float64) -> list[Tensor | None]:
-    """Draw x, bias, R and L, not even orthogonal, all of which need gradients; and the frozen weight, second."""
+    """Draw x, weight, bias, R and L, not even orthogonal, all of which need gradients."""
     before, after, _ = SHAPES[kind]
     drawn = [
         normal(2, 5, INPUTS, seed=0, dtype=dtype),
@@ -81,7 +82,7 @@ def tensors(kind: str, *, bias: bool, dtype: torch.dtype = torch.float64) -> lis
         None if before is None else normal(*before, seed=3, dtype=dtype),
         None if after is None else normal(*after, seed=4, dtype=dtype),
     ]
-    return [tensor if i == 1 or tensor is None else tensor.requires_grad_() for i, tensor in enumerate(drawn)]
+    return [tensor if tensor is None else tensor.requires_grad_() for tensor in drawn]
 
 
 def gradients(result: Tensor, leaves: list[Tensor | None]) -> list[Tensor]:
@@ -148,7 +149,7 @@ def test_unquantized_gradients_are_those_of_finite_differences(kind: str, keep_c
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("needed", [(), (0,), (2,), (3,), (4,), (0, 3), (3, 4)])
+@pytest.mark.parametrize("needed", [(), (0,), (1,), (2,), (3,), (4,), (0, 3), (1, 2), (3, 4)])
 def test_gradients_are_formed_only_where_needed(needed: tuple[int, ...]) -> None:
     every = tensors("both", bias=True)
     x, weight, bias, before, after = leaves = [
@@ -160,7 +161,7 @@ def test_gradients_are_formed_only_where_needed(needed: tuple[int, ...]) -> None
             x, weight=weight, bias=bias, quantizer=quantizer, input_rotation=before, output_rotation=after
         )
     assert result.requires_grad is bool(needed)
-    assert any(tensor is x for tensor in saved) is bool({3, 4} & {*needed})
+    assert any(tensor is x for tensor in saved) is bool({1, 3, 4} & {*needed})
     if needed:
         expected = naive(x, weight, bias, before, after, rows=None, quantizer=quantizer)
         for mine, theirs in zip(gradients(result, leaves), gradients(expected, leaves), strict=True):
@@ -196,7 +197,7 @@ def test_in_float32_it_agrees_with_the_composition_to_one_part_in_a_hundred_thou
         x, weight=weight, bias=bias, quantizer=quantizer, input_rotation=first.matrix, output_rotation=last.matrix
     )
     assert torch.equal(result, expected)
-    leaves = [x, bias, *bank.parameters()]
+    leaves = [x, weight, bias, *bank.parameters()]
     for mine, theirs in zip(gradients(result, leaves), gradients(expected, leaves), strict=True):
         assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
 
@@ -205,22 +206,81 @@ def test_narrow_weights_are_rotated_in_the_rotations_type_and_give_it_their_grad
     x, weight, _, before, after = tensors("both", bias=False, dtype=torch.float32)
     bank, quantizer = RotationBank(), FakeQuantizer(QuantSpec(4, clip_ratio=0.9))
     first, last = bank.add("first", before), bank.add("last", after)
-    x, weight = x.detach().bfloat16().requires_grad_(), weight.bfloat16()
+    x, weight = (tensor.detach().bfloat16().requires_grad_() for tensor in (x, weight))
     expected = F.linear(x, quantizer(last.rotate_rows(first.rotate(weight))))
     result = rotated_linear(
         x, weight=weight, bias=None, quantizer=quantizer, input_rotation=first.matrix, output_rotation=last.matrix
     )
     assert torch.equal(result, expected)
-    leaves = [x, *bank.parameters()]
+    leaves = [x, weight, *bank.parameters()]
     for mine, theirs in zip(gradients(result, leaves), gradients(expected, leaves), strict=True):
         assert mine.dtype == theirs.dtype
         assert (mine - theirs).norm() <= 1e-2 * theirs.norm()
 
 
-def test_the_weight_is_frozen() -> None:
-    x, weight, *_ = tensors("none", bias=False)
+def learned_quantizer(spec: QuantSpec, *, dtype: torch.dtype = torch.float64) -> FakeQuantizer:
+    """Return a quantizer of the weight with a ratio of its own for each group, in use."""
+    scales, quantizer = QuantizerScales(), FakeQuantizer(spec)
+    ratios = 0.4 + 0.6 * torch.rand(OUTPUTS, spec.num_groups(INPUTS), generator=torch.Generator().manual_seed(7))
+    quantizer.learned = scales.add("weight", ratios.to(dtype))
+    scales.in_use = True
+    return quantizer
+
+
+def learned_step(values: Tensor, ratios: Tensor, spec: QuantSpec) -> Tensor:
+    """Write LSQ's equation 1 with its straight-through rounding, and leave the rest to autograd."""
+    grouped = values.unflatten(-1, (ratios.shape[-1], -1))
+    highest, least = grouped.detach().amax(-1, keepdim=True), grouped.detach().amin(-1, keepdim=True)
+    if spec.symmetric:
+        lowest, limit = torch.tensor(-(2.0 ** (spec.bits - 1))), torch.tensor(2.0 ** (spec.bits - 1) - 1)
+        scale = ratios.unsqueeze(-1) * torch.maximum(highest, -least) / limit
+    else:
+        span = highest.clamp(min=0) - least.clamp(max=0)
+        zero = (-least.clamp(max=0) * (2**spec.bits - 1) / span).round()
+        lowest, limit = -zero, 2**spec.bits - 1 - zero
+        scale = ratios.unsqueeze(-1) * span / (2**spec.bits - 1)
+    codes = grouped / scale
+    codes = codes + (codes.round() - codes).detach()
+    bounded = torch.where(codes < lowest, lowest, torch.where(codes > limit, limit, codes))
+    return (bounded * scale).flatten(-2)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [QuantSpec(4), QuantSpec(3, clip_search=True, group_size=8), QuantSpec(4, symmetric=False, group_size=4)],
+    ids=["rows", "groups", "asymmetric"],
+)
+@pytest.mark.parametrize("kind", SHAPES)
+def test_learned_ratios_get_the_gradient_of_a_learned_step(kind: str, spec: QuantSpec) -> None:
+    x, weight, b, before, after = leaves = tensors(kind, bias=True)
+    rows, quantizer = SHAPES[kind][2], learned_quantizer(spec)
+    assert quantizer.learned is not None
+    (ratios,) = quantizer.learned.scales.parameters()
+
+    def oracle(values: Tensor) -> Tensor:
+        return learned_step(values, ratios, spec)
+
     result = rotated_linear(
-        x, weight=weight.requires_grad_(), bias=None, quantizer=FakeQuantizer(QuantSpec(4)), input_rotation=None
+        x,
+        weight=weight,
+        bias=b,
+        quantizer=quantizer,
+        input_rotation=before,
+        output_rotation=after,
+        output_rows=rows,
     )
-    result.sum().backward()
-    assert weight.grad is None
+    expected = naive(*leaves, rows=rows, quantizer=oracle)
+    torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-11)
+    wanted = [ratios, *leaves]
+    for mine, theirs in zip(gradients(result, wanted), gradients(expected, wanted), strict=True):
+        assert theirs.abs().max() > 0
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_with_learned_ratios_nothing_of_the_weights_size_is_kept() -> None:
+    x, weight, _, before, after = tensors("both", bias=False, dtype=torch.float32)
+    quantizer = learned_quantizer(QuantSpec(4), dtype=torch.float32)
+    with saving() as saved:
+        rotated_linear(x, weight=weight, bias=None, quantizer=quantizer, input_rotation=before, output_rotation=after)
+    new = [tensor for tensor in saved if not any(tensor is given for given in (x, weight, before, after))]
+    assert max(tensor.numel() for tensor in new) == OUTPUTS

@@ -1,0 +1,183 @@
+"""Find runs in folders, and read each, whatever became of it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rotexp.report.reading import dig, number, read_json, read_rows, read_yaml
+from rotexp.tracking.files import METRICS_FILE, SUMMARY_FILE
+
+CONFIG_FILE = "config.resolved.yaml"
+OWN_FOLDERS = ("checkpoints", "wandb")
+"""Folders of a run that hold no other runs."""
+
+NOT_RUNS = "holds no run (a run is a folder with summary.json); name the folder of a run or of a sweep"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder has it.
+
+    Attributes:
+        name: its place below what all folders asked for have in common.
+        config: its configuration by dotted keys, lists whole; empty where it could not be read.
+        rows: what was logged, in the order of the file.
+        problems: what could not be read.
+    """
+
+    name: str
+    folder: Path
+    summary: dict[str, Any]
+    config: dict[str, Any]
+    rows: list[dict[str, Any]] = field(repr=False)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> str:
+        """How it ended, or `running`; `unreadable` where the summary is damaged."""
+        return str(self.summary.get("status", "unreadable"))
+
+    @property
+    def error(self) -> str:
+        """What ended it, in one line; what its summary's damage is; empty where nothing is wrong."""
+        damage = self.problems[0] if self.problems else "summary.json says no status"
+        error = self.summary.get("error") if "status" in self.summary else damage
+        return " ".join(str(error).split()) if error else ""
+
+    @property
+    def remark(self) -> str:
+        """What to say beside its status: the error, or when a run without an end last wrote something."""
+        return self.error or (f"last written {self.written:%Y-%m-%d %H:%M} UTC" if self.status == "running" else "")
+
+    @property
+    def written(self) -> datetime:
+        """When its files last changed."""
+        files = [self.folder / name for name in (SUMMARY_FILE, METRICS_FILE)]
+        return datetime.fromtimestamp(max(file.stat().st_mtime for file in files if file.exists()), UTC)
+
+    @property
+    def command(self) -> str:
+        """What repeats it."""
+        return f"python -m rotexp.train --config-dir {shlex.quote(path_text(self.folder))} --config-name config.resolved"
+
+    @cached_property
+    def points(self) -> dict[str, dict[int, float]]:
+        """Every logged metric by step; of a step logged again, after resuming, the later value."""
+        points: dict[str, dict[int, float]] = {}
+        for row in self.rows:
+            for key, value in row.items():
+                if key != "step" and (shown := number(value)) is not None:
+                    points.setdefault(key, {})[row["step"]] = shown
+        return {key: dict(sorted(values.items())) for key, values in points.items()}
+
+    def last(self, key: str) -> float | None:
+        """Return a metric's last value."""
+        values = self.points.get(key)
+        return values[max(values)] if values else None
+
+    @cached_property
+    def memory(self) -> dict[str, dict[str, float]]:
+        """Peaks in GiB by phase; of a run without an end state those of the phases that ended."""
+        found: dict[str, dict[str, float]] = {}
+        for key in self.points:
+            _, *phase, figure = key.split("/")
+            if key.startswith("memory/") and len(phase) == 1:
+                found.setdefault(phase[0], {})[figure] = self.last(key) or 0.0
+        if "train" not in found and (peaks := self._training_peaks()):
+            found["train"] = peaks
+        return found
+
+    def _training_peaks(self) -> dict[str, float]:
+        """Return the largest peaks of the steps so far."""
+        steps = {key: values for key, values in self.points.items() if key.startswith("memory/") and key.count("/") == 1}
+        return {key.removeprefix("memory/"): max(values.values()) for key, values in steps.items()}
+
+    @cached_property
+    def clock(self) -> dict[int, float]:
+        """Seconds of training by step: the sum of step times, a logged step standing for those since the one before."""
+        seconds, before, clock = 0.0, 0, {}
+        for step, value in self.points.get("time/step_s", {}).items():
+            seconds += value * (step - before)
+            before = step
+            clock[step] = seconds
+        return clock
+
+    @property
+    def train_seconds(self) -> float | None:
+        """Seconds of training, as far as it went."""
+        given = number(dig(self.summary, "train", "seconds"))
+        return given if given is not None else max(self.clock.values(), default=None)
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of all phases together, as far as they went."""
+        phases = [values for key, values in self.points.items() if key.startswith("time/") and key not in STEP_TIMES]
+        total = sum(value for values in phases for value in values.values())
+        if "time/train_s" not in self.points:
+            total += max(self.clock.values(), default=0.0)
+        return total or None
+
+
+STEP_TIMES = ("time/step_s", "time/data_s", "time/sync_s")
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read every run at or below the folders, in the order of their names; each once.
+
+    Raises:
+        ValueError: one of them is no folder, or holds no run.
+    """
+    found: dict[Path, None] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: no such folder; name the folder of a run or of a sweep")
+        below = list(_below(folder.absolute()))
+        if not below:
+            raise ValueError(f"{folder}: {NOT_RUNS}")
+        found.update(dict.fromkeys(path.resolve() for path in below))
+    common = Path(os.path.commonpath([folder.resolve() for folder in folders]))
+    return [read_run(folder, name=_name(folder, common)) for folder in sorted(found)]
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for path, subfolders, files in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if name not in OWN_FOLDERS and not name.startswith(".")]
+        if SUMMARY_FILE in files:
+            yield Path(path)
+
+
+def _name(folder: Path, common: Path) -> str:
+    return path_text(folder.relative_to(common)) if folder != common else path_text(Path(folder.name))
+
+
+def path_text(path: Path) -> str:
+    """Return a path as text that can be written, also where its bytes are no UTF-8."""
+    return os.fsencode(path).decode("utf-8", errors="replace")
+
+
+def read_run(folder: Path, *, name: str) -> Run:
+    """Read one run; what cannot be read is named in its `problems`."""
+    problems: list[str] = []
+    summary = read_json(folder / SUMMARY_FILE, problems.append)
+    config = read_yaml(folder / CONFIG_FILE, problems.append) or {}
+    rows = read_rows(folder / METRICS_FILE, problems.append)
+    config.pop("defaults", None)
+    return Run(name, folder, summary or {}, flatten(config), rows, problems)
+
+
+def flatten(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a nested mapping by dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            flat.update({f"{key}.{below}": item for below, item in flatten(value).items()})
+        else:
+            flat[str(key)] = value
+    return flat

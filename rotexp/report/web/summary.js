@@ -1,0 +1,104 @@
+// The table of runs: sorted by a column, filtered by status and axis.
+
+const state = {
+  sort: { column: "run", direction: 1 },
+  filters: new Map(), // by axis, or "status": the values to show; an empty set shows all
+  search: "",
+  chosen: new Set(DATA.runs.slice(0, 2)),
+};
+
+const FILTERS = ["status", ...DATA.axes];
+const textOf = (run, name) => (name === "status" ? run.status : run.axes[name]);
+
+function columnValue(run, column) {
+  if (column === "run") return run.name;
+  if (column in run.figures) return toNumber(run.figures[column]);
+  return textOf(run, column);
+}
+
+function shownRuns() {
+  const passes = (run) => FILTERS.every((name) => !state.filters.get(name)?.size || state.filters.get(name).has(textOf(run, name)));
+  const found = (run) => `${run.name} ${run.setting} ${run.remark}`.toLowerCase().includes(state.search);
+  const { column, direction } = state.sort;
+  return DATA.runs
+    .filter((run) => passes(run) && found(run))
+    .sort((first, second) => compareValues(columnValue(first, column), columnValue(second, column), direction));
+}
+
+function makeFilters(changed) {
+  const search = element("input", { type: "search", placeholder: "search", "aria-label": "search runs" });
+  search.addEventListener("input", () => {
+    state.search = search.value.toLowerCase();
+    changed();
+  });
+  const groups = FILTERS.map((name) => {
+    const values = [...new Set(DATA.runs.map((run) => textOf(run, name)))].sort((a, b) => compareValues(a, b, 1));
+    state.filters.set(name, new Set());
+    const buttons = values.map((value) => filterButton(name, value, changed));
+    return values.length > 1 ? element("div", { class: "filter", "data-filter": name }, element("span", {}, name), ...buttons) : "";
+  });
+  document.getElementById("filters").append(...groups, search);
+}
+
+function filterButton(name, value, changed) {
+  const chosen = state.filters.get(name);
+  const button = element("button", { type: "button", "aria-pressed": "false" }, value || "(none)");
+  button.addEventListener("click", () => {
+    if (!chosen.delete(value)) chosen.add(value);
+    button.setAttribute("aria-pressed", String(chosen.has(value)));
+    changed();
+  });
+  return button;
+}
+
+function makeHead(changed) {
+  const columns = [["run", "run"], ["status", "status"], ...DATA.axes.map((name) => [name, name])].map(([key, text]) => ({ key, text }));
+  columns.push(...DATA.figures.map((figure) => ({ key: figure.key, text: figure.label, figure })));
+  const heads = columns.map(({ key, text, figure }) => {
+    const sort = () => {
+      const same = state.sort.column === key;
+      state.sort = { column: key, direction: same ? -state.sort.direction : figure?.better === "higher" ? -1 : 1 };
+      changed();
+    };
+    const unit = figure?.unit ? [element("span", { class: "unit" }, figure.unit)] : [];
+    const title = figure ? figure.meaning : "";
+    return element("th", { scope: "col", "data-column": key, class: figure ? "number" : "", title }, element("button", { type: "button", onclick: sort }, text), ...unit);
+  });
+  document.querySelector("#summary thead").append(element("tr", {}, ...heads));
+}
+
+function bestValues(runs) {
+  const best = {};
+  for (const { key, better } of DATA.figures) {
+    const values = runs.filter((run) => run.status === "done").map((run) => run.figures[key]).filter(Number.isFinite);
+    if (better && values.length > 1) best[key] = better === "lower" ? Math.min(...values) : Math.max(...values);
+  }
+  return best;
+}
+
+function showSummary(runs, choose) {
+  const best = bestValues(runs);
+  const rows = runs.map((run) => {
+    const box = element("input", { type: "checkbox", "aria-label": `choose ${run.name}` });
+    box.checked = state.chosen.has(run);
+    box.addEventListener("change", () => choose(run, box.checked));
+    const remark = run.remark ? [element("span", { class: "remark" }, run.remark)] : [];
+    return element(
+      "tr",
+      {},
+      element("th", { scope: "row", title: run.folder }, element("span", { class: "run-name" }, box, run.name)),
+      element("td", {}, element("span", { class: `status ${run.status}` }, run.status), ...remark),
+      ...DATA.axes.map((name) => element("td", {}, run.axes[name])),
+      ...DATA.figures.map(({ key }) => {
+        const isBest = run.status === "done" && key in best && run.figures[key] === best[key];
+        return element("td", { class: isBest ? "number best" : "number" }, showNumber(run.figures[key]));
+      }),
+    );
+  });
+  document.querySelector("#summary tbody").replaceChildren(...rows);
+  for (const head of document.querySelectorAll("#summary thead th")) {
+    const direction = state.sort.direction > 0 ? "ascending" : "descending";
+    head.setAttribute("aria-sort", head.dataset.column === state.sort.column ? direction : "none");
+  }
+  document.getElementById("shown").textContent = `${runs.length} of ${DATA.runs.length} runs`;
+}

@@ -1,0 +1,90 @@
+"""What a run takes over from the checkpoint it begins at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rotexp.checkpoint_folder import read_facts
+from rotexp.compose import to_plain
+from rotexp.config import Config
+from rotexp.resumption import Resumption
+from rotexp.sharding.communication import Communication
+from rotexp.tracking.files import revived
+from rotexp.training.checkpoint import load, restore_random_states
+from rotexp.training.state import TrainingState
+
+MEASURED_BY = ("seed", "model", "data", "quant", "rotation", "evaluation")
+"""Groups of the configuration on which the figures of the untrained model depend."""
+MAY_DIFFER = ("resume", "launch", "tracker", "sweep", "profile")
+"""Groups that do not change what a run computes."""
+
+
+class Resumed:
+    """A run's beginning: at the first step, or at a checkpoint.
+
+    Attributes:
+        step: the step it begins after.
+        run_id: the W&B run that goes on, if it is the run's own checkpoint.
+        evaluation: figures of the untrained model that need not be measured again.
+    """
+
+    def __init__(self, resumption: Resumption, config: Config, *, protocol: Mapping[str, Any]) -> None:
+        self.resumption = resumption
+        self.step = 0
+        self.run_id: str | None = None
+        self.evaluation: dict[str, Any] = {}
+        self._config = to_plain(config)
+        if resumption.path is None:
+            return
+        saved = read_facts(resumption.path)
+        self._saved: dict[str, Any] = revived(saved["facts"])
+        self._world_size: int = saved["world_size"]
+        self.step = saved["step"]
+        if resumption.own:
+            self.run_id = self._saved["tracker"]["run_id"]
+            same = all(self._saved["config"].get(group) == self._config[group] for group in MEASURED_BY)
+            if same and self._saved["evaluation"]["protocol"] == protocol:
+                self.evaluation = self._saved["evaluation"]
+
+    def load(self, state: TrainingState, *, base: str, communication: Communication) -> list[str]:
+        """Read the checkpoint into a state; return what people should know.
+
+        Args:
+            base: the digest of the weights that were read.
+
+        Raises:
+            ValueError: the checkpoint is of other weights, holds other tensors, or cannot be read; all ranks alike.
+        """
+        notes, path = list(self.resumption.notes), self.resumption.path
+        if path is None:
+            return notes
+        if self._saved["base"]["digest"] != base:
+            model = self._saved["base"]["model"]
+            raise ValueError(f"resume={path}: was trained on other weights ({model}); name a checkpoint of this model")
+        try:
+            state.prepare_to_load(self._saved["state"])
+        except ValueError as error:
+            raise ValueError(f"resume={path}: {error}") from None
+        load(path, state.tensors(), communication=communication)
+        state.loaded(self._saved["state"])
+        notes.append(f"resumed from {path} after step {self.step}")
+        if changed := list(_differences(self._saved["config"], self._config)):
+            notes.append(f"the checkpoint was written with {', '.join(changed)}")
+        if not restore_random_states(path, communication=communication):
+            notes.append(
+                f"random states are not carried from {self._world_size} to {communication.world_size} ranks; weights, "
+                "rotations, averages and the order of the data are"
+            )
+        return notes
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the values of keys that were others, as key=value."""
+    for key, value in saved.items():
+        if not prefix and key in MAY_DIFFER:
+            continue
+        if isinstance(value, Mapping):
+            yield from _differences(value, now.get(key) or {}, f"{prefix}{key}.")
+        elif value != now.get(key):
+            yield f"{prefix}{key}={value}"

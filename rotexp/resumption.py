@@ -1,0 +1,57 @@
+"""Which checkpoint a run continues from, if any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rotexp.config import Config
+from rotexp.tracking.files import SUMMARY_FILE, read_summary
+from rotexp.checkpoint_folder import find_checkpoint
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a run begins.
+
+    Attributes:
+        path: the checkpoint (None: at the first step).
+        own: whether it is the run's own, which then continues, and not another's, from which it starts.
+        notes: what people should know: which checkpoints were passed over, and why.
+    """
+
+    path: Path | None = None
+    own: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def find_resumption(config: Config, folder: Path) -> Resumption:
+    """Find where the run in `folder` begins; loads no torch.
+
+    Raises:
+        ValueError: the folder holds a run that may not be continued, or there is no checkpoint where `resume` says.
+    """
+    notes: tuple[str, ...] = ()
+    if (folder / SUMMARY_FILE).exists():
+        _check_unfinished(config, folder)
+        found = find_checkpoint(folder)
+        notes = tuple(found.skipped)
+        if found.path is not None:
+            return Resumption(found.path, own=True, notes=notes)
+        notes = (*notes, "the run in this folder left no complete checkpoint; it starts again")
+    if config.resume in ("auto", "never"):
+        return Resumption(notes=notes)
+    found = find_checkpoint(Path(config.resume))
+    if found.path is None:
+        reasons = "; ".join(found.skipped) or "none is there"
+        raise ValueError(f"resume={config.resume}: holds no complete checkpoint ({reasons}); name a run that has one")
+    return Resumption(found.path, notes=(*notes, *found.skipped))
+
+
+def _check_unfinished(config: Config, folder: Path) -> None:
+    status = read_summary(folder).get("status")
+    where = f"hydra.run.dir={folder}: already holds a run (status {status})"
+    if status == "done":
+        raise ValueError(f"{where}; choose another, or remove it")
+    if config.resume == "never":
+        raise ValueError(f"{where}, and resume=never; choose another, or resume=auto to continue it")

@@ -1,0 +1,39 @@
+"""What a rank holds of a tensor, as pieces of the whole one flattened, so that any sharding can save for any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+from torch import Tensor
+
+from rotexp.sharding.pieces import Pieces
+from rotexp.sharding.shards import local_rows, row_slice
+
+
+def flattened(tensor: Tensor) -> Pieces:
+    """Return this rank's rows of a sharded tensor, or all of a whole one, sharing their memory."""
+    rows = local_rows(tensor).reshape(-1)
+    width = tensor.numel() // max(1, tensor.shape[0])
+    start = row_slice(tensor).start * width
+    return Pieces(tensor.numel(), [start] if len(rows) else [], [rows] if len(rows) else [])
+
+
+def divided(pieces: Pieces, sizes: Mapping[str, int]) -> dict[str, Pieces]:
+    """Cut pieces of vectors laid end to end into those of each, by name.
+
+    Args:
+        sizes: lengths, in the order in which the vectors lie.
+    """
+    starts = [0, *accumulate(sizes.values())]
+    return {name: _between(pieces, start, start + size) for (name, size), start in zip(sizes.items(), starts)}
+
+
+def _between(pieces: Pieces, start: int, stop: int) -> Pieces:
+    offsets, tensors = [], []
+    for offset, tensor in zip(pieces.offsets, pieces.tensors, strict=True):
+        first, last = max(start, offset), min(stop, offset + len(tensor))
+        if first < last:
+            offsets.append(first - start)
+            tensors.append(tensor[first - offset : last - offset])
+    return Pieces(stop - start, offsets, tensors)

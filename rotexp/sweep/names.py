@@ -1,0 +1,41 @@
+"""Names of jobs: a pure function of what a job's axes are set to, fit for folders, shells and W&B."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+
+LONGEST = 100
+"""Characters of a name; a longer one is cut, and ends in a digest of the whole."""
+
+SEPARATOR = "__"
+
+
+def job_name(axes: Mapping[str, str]) -> str:
+    """Return a name of letters, digits, `.`, `-` and `_`; other axes, or other values, give another name.
+
+    Args:
+        axes: the value of each key that the sweep varies, as on the command line.
+    """
+    name = SEPARATOR.join(f"{_clean(key)}-{_clean(value)}" for key, value in axes.items()) or "single"
+    if len(name) <= LONGEST and name[0] not in ".-":
+        return name
+    return f"{name[: LONGEST - 9].lstrip('.-')}-{_digest(repr(list(axes.items())))}"
+
+
+def axes_of(overrides: Iterable[str], keys: Iterable[str]) -> dict[str, str]:
+    """Return the values that one job's overrides give to the varied keys."""
+    given = {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)}
+    return {key: given[key] for key in dict.fromkeys(key.lstrip("+") for key in keys) if key in given}
+
+
+def _clean(text: str) -> str:
+    """Replace what does not belong into a name; a digest keeps apart what becomes alike."""
+    plain = text.strip("'\"")
+    clean = re.sub(r"[^A-Za-z0-9._-]+", "-", plain)
+    return clean if clean == plain and clean and SEPARATOR not in clean else f"{clean.strip('-')}-{_digest(plain)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,0 +1,185 @@
+"""How a job ended, read from its folder and its exit code."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from rotexp.compose import to_plain
+from rotexp.config import Config
+from rotexp.finished_run import read_finished_run
+from rotexp.tracking.files import read_summary, write_summary
+
+
+class Status(Enum):
+    """How a job ended; the first four are those of a run's summary."""
+
+    done = "done"
+    failed = "failed"
+    oom = "oom"
+    interrupted = "interrupted"
+    refused = "refused"
+    not_started = "not started"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep.
+
+    Attributes:
+        name: the name of its folder.
+        axes: what the sweep varies, and this job's values.
+    """
+
+    name: str
+    axes: Mapping[str, str]
+    folder: Path
+    config: Config
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        folder: where its files are (None: it was refused before it had one).
+        error: what was wrong, in one line.
+        seconds: from its start to its end.
+        perplexity: held out, with the trained rotations.
+        before: whether it was done when the sweep began.
+        metric: what a sweeper minimizes.
+    """
+
+    name: str
+    axes: Mapping[str, str]
+    folder: Path | None
+    status: Status
+    error: str | None = None
+    seconds: float | None = None
+    perplexity: float | None = None
+    before: bool = False
+    metric: float | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """What this outcome adds to the sweep's exit code: 0 done, 1 failed, 2 refused."""
+        return {Status.done: 0, Status.refused: 2}.get(self.status, 1)
+
+    def record(self) -> dict[str, Any]:
+        """Return it as plain values, for a file."""
+        folder = None if self.folder is None else str(self.folder)
+        return asdict(self) | {"axes": dict(self.axes), "folder": folder, "status": self.status.value}
+
+
+REFUSED = 2
+INTERRUPTED = (130, 143, -signal.SIGINT, -signal.SIGTERM)
+"""Exit codes of a process."""
+
+IGNORED = ("sweep", "launch", "tracker", "resume", "profile")
+"""Keys that do not change what a run computes."""
+
+
+def finished_before(job: Job) -> Outcome | None:
+    """Return the outcome of a job whose folder holds that very run, done; None if there is something to do.
+
+    Raises:
+        ValueError: the folder holds another run, which is done.
+    """
+    if read_summary(job.folder).get("status") != Status.done.value:
+        return None
+    changed = _differences(to_plain(read_finished_run(job.folder).config), to_plain(job.config))
+    if changed:
+        raise ValueError(
+            f"hydra.sweep.dir={job.folder.parent}: {job.name} is done with another {', '.join(changed)}; "
+            f"choose another folder"
+        )
+    summary = read_summary(job.folder)
+    return _from_summary(job, summary, seconds=sum(summary.get("time", {}).values()), before=True)
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the keys whose values differ; a revision that one run resolved is no difference."""
+    found = []
+    for key in one.keys() | other.keys():
+        name, before, now = f"{prefix}{key}", one.get(key), other.get(key)
+        if name in IGNORED or (name == "model.revision" and now is None):
+            continue
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            found += _differences(before, now, f"{name}.")
+        elif before != now:
+            found.append(name)
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What is known of a process that ended.
+
+    Attributes:
+        code: its exit code, negative for a signal.
+        said: the last line it said of itself on standard error.
+        written: whether the summary changed while it ran.
+        out_of_memory: whether the system ran out of memory meanwhile.
+    """
+
+    code: int
+    seconds: float
+    said: str | None = None
+    written: bool = True
+    out_of_memory: bool = False
+
+
+def ended(job: Job, ending: Ending, *, interrupted: bool = False) -> Outcome:
+    """Return the outcome of a job whose process ended; what the process could not record is recorded.
+
+    Args:
+        interrupted: whether the sweep ended it.
+    """
+    summary = read_summary(job.folder) if ending.written else {}
+    status = summary.get("status", "running")
+    if ending.code == REFUSED and not summary:
+        return Outcome(job.name, job.axes, job.folder, Status.refused, ending.said, ending.seconds)
+    if status == "running" or (status == "done" and ending.code != 0):
+        status = Status.interrupted if interrupted or ending.code in INTERRUPTED else Status.failed
+        if ending.code == -signal.SIGKILL and ending.out_of_memory:
+            status = Status.oom
+        summary = read_summary(job.folder) | {"status": status.value, "error": _reason(ending)}
+        job.folder.mkdir(parents=True, exist_ok=True)
+        write_summary(job.folder, summary)
+    return _from_summary(job, summary, seconds=ending.seconds)
+
+
+def _reason(ending: Ending) -> str:
+    if ending.code < 0:
+        name = signal.Signals(-ending.code).name
+        return f"killed by {name}{' (the system was out of memory)' if ending.out_of_memory else ''}"
+    return f"the process ended with exit code {ending.code} before the run was done"
+
+
+def _from_summary(job: Job, summary: Mapping[str, Any], *, seconds: float, before: bool = False) -> Outcome:
+    return Outcome(
+        name=job.name,
+        axes=job.axes,
+        folder=job.folder,
+        status=Status(summary["status"]),
+        error=summary.get("error"),
+        seconds=seconds,
+        perplexity=_figure(summary, "evaluation.trained.perplexity"),
+        before=before,
+        metric=_figure(summary, job.config.sweep.optimized_metric),
+    )
+
+
+def _figure(summary: Mapping[str, Any], path: str) -> float | None:
+    """Return the number at a dotted path of a summary, None if there is none."""
+    value: Any = summary
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,47 @@
+"""The table at the end of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rotexp.sweep.outcome import Outcome, Status
+
+WIDE = 1000
+"""Columns where no terminal limits them: one line a job."""
+
+
+def sweep_table(outcomes: Sequence[Outcome], *, folder: Path) -> Table:
+    """Return all jobs of a sweep: what they vary, how they ended, what they found."""
+    axes = list(dict.fromkeys(axis for outcome in outcomes for axis in outcome.axes))
+    table = Table(title=f"sweep {folder}", title_justify="left")
+    for heading in (*axes, "status", "trained perplexity", "seconds", "folder", "error"):
+        table.add_column(heading, justify="right" if heading in ("trained perplexity", "seconds") else "left")
+    for outcome in outcomes:
+        table.add_row(
+            *(outcome.axes.get(axis, "") for axis in axes),
+            outcome.status.value + (" before" if outcome.before else ""),
+            "" if outcome.perplexity is None else f"{outcome.perplexity:.4g}",
+            "" if outcome.seconds is None else f"{outcome.seconds:.0f}",
+            "" if outcome.folder is None else outcome.folder.name,
+            outcome.error or "",
+            style="" if outcome.status is Status.done else "red",
+        )
+    return table
+
+
+def show(outcomes: Sequence[Outcome], *, folder: Path, again: str) -> None:
+    """Print the table, and how to go on where a job is not done.
+
+    Args:
+        again: the command that goes on.
+    """
+    console = Console() if Console().is_terminal else Console(width=WIDE)
+    console.print(sweep_table(outcomes, folder=folder))
+    done = sum(outcome.status is Status.done for outcome in outcomes)
+    console.print(f"sweep folder: {folder} ({done} of {len(outcomes)} jobs done)", highlight=False, soft_wrap=True)
+    if done < len(outcomes):
+        console.print(f"to go on: {again}", highlight=False, markup=False, soft_wrap=True)

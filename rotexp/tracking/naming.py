@@ -1,0 +1,85 @@
+"""What W&B calls a run: its name, tags and configuration, each a pure function of the run's configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+NAMED_BY = {"sharding": "strategy", "sync_mode": "mode", "launch": "kind", "tracker": "kind"}
+"""The groups without a field `name`, and the field that says which option was chosen."""
+
+AXES = ("model", "quant", "rotation", "sharding", "sync_mode")
+"""The groups that make a run's name, in this order, before its seed."""
+
+TAGS = {"sharding": "sharding", "sync": "sync_mode", "quant": "quant", "rotation": "rotation"}
+"""The kinds of tags, and the group each is the option of."""
+
+LONGEST_NAME, LONGEST_TAG = 128, 64
+"""In characters, what W&B takes."""
+
+
+def option_name(plain: Mapping[str, Any], group: str) -> str | None:
+    """Return the option a configuration, as nested dicts, has of a group; None where it lacks the group."""
+    chosen = plain.get(group)
+    return str(chosen[NAMED_BY.get(group, "name")]) if isinstance(chosen, Mapping) else None
+
+
+def mirrored_config(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with a field `name` in every group, to filter by.
+
+    `sharding.by_model` names model and sharding together, for a panel groups its bars by one field alone.
+    """
+    mirrored = dict(plain)
+    for group in NAMED_BY:
+        name = option_name(plain, group)
+        if name is not None:
+            mirrored[group] = {"name": name, **plain[group]}
+    model = _model_name(plain)
+    if model and "sharding" in mirrored:
+        mirrored["sharding"]["by_model"] = f"{model} {mirrored['sharding']['name']}"
+    return mirrored
+
+
+def axes_name(plain: Mapping[str, Any]) -> str:
+    """Return a name made of what people compare, such as `tiny-w4a4-learned-full-off-seed0`."""
+    options = (option_name(plain, group) for group in AXES[1:])
+    parts = [_model_name(plain), *options, f"seed{plain['seed']}" if "seed" in plain else None]
+    return "-".join(_plain_text(part) for part in parts if part)[:LONGEST_NAME]
+
+
+def display_name(plain: Mapping[str, Any], *, folder: str) -> str:
+    """Return the name of a run that was given none.
+
+    The jobs of a group may differ in more than the axes, so there the folder's name follows.
+
+    Args:
+        folder: the name of the run's folder.
+    """
+    axes, suffix = axes_name(plain), _plain_text(folder)
+    grouped = (plain.get("tracker") or {}).get("group")
+    if not axes or grouped:
+        return "-".join(filter(None, [axes[: LONGEST_NAME - len(suffix) - 1], suffix]))[:LONGEST_NAME]
+    return axes
+
+
+def tags(plain: Mapping[str, Any]) -> list[str]:
+    """Return the tags a user gave and those of the run's options (`sharding:full`), each once."""
+    given = list((plain.get("tracker") or {}).get("tags") or [])
+    options = [(kind, option_name(plain, group)) for kind, group in TAGS.items()]
+    every = [*map(str, given), *(f"{kind}:{option}" for kind, option in options if option)]
+    return list(dict.fromkeys(tag[:LONGEST_TAG] for tag in every))
+
+
+def _model_name(plain: Mapping[str, Any]) -> str | None:
+    """Return the model's option; for those that stand for many models, with its size or the end of its path."""
+    name = option_name(plain, "model")
+    model = plain.get("model") or {}
+    detail = model.get("size") or (PurePath(model.get("path") or "").name if name == "hf" else None)
+    return f"{name}-{detail}" if name and detail else name
+
+
+def _plain_text(text: str) -> str:
+    """Return the text with every run of other characters than letters, digits, `.`, `_` and `-` as one `_`."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("_")

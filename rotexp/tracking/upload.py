@@ -1,0 +1,113 @@
+"""Upload recorded runs to W&B: offline runs as they are, others rebuilt from the files of their folders."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from rotexp.config import TrackerConfig, TrackerKind, WandbMode
+from rotexp.tracking.files import METRICS_FILE, SUMMARY_FILE, read_metrics, read_summary, revived
+from rotexp.tracking.wandb import WandbMirror, has_key
+
+CONFIG_FILE = "config.resolved.yaml"
+
+
+def upload(places: Sequence[Path], *, rebuild: bool) -> int:
+    """Upload every run in the folders, and return the exit code: 1 if one could not be.
+
+    Args:
+        rebuild: rebuild runs from their files even where there is an offline run.
+
+    Raises:
+        ValueError: a folder holds no run, or nobody is logged in; nothing was uploaded then.
+    """
+    runs = [run for place in places for run in find_runs(place)]
+    if not has_key():
+        raise ValueError("not logged in to W&B, nothing was uploaded; run `wandb login`, or set WANDB_API_KEY")
+    logging.basicConfig(level=logging.WARNING, format="rotexp: %(message)s")
+    return max(_upload_run(run, rebuild=rebuild) for run in runs)
+
+
+def find_runs(place: Path) -> list[Path]:
+    """Return a folder if it is a run's, else the folders of all runs below it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not place.is_dir():
+        raise ValueError(f"{place}: no such folder; name the folder of a run or of a sweep")
+    runs = [place] if _is_run(place) else sorted({path.parent for path in place.rglob(SUMMARY_FILE)})
+    if not runs:
+        raise ValueError(f"{place}: holds no run; name the folder of a run or of a sweep")
+    return runs
+
+
+def replay(folder: Path, *, mode: WandbMode) -> str | None:
+    """Send a run's recorded rows, end state and rotations through the mirror that a live run has.
+
+    Returns:
+        What W&B calls the new run; None if it failed, which is logged.
+
+    Raises:
+        ValueError: a file of the run cannot be read.
+    """
+    plain = read_plain_config(folder)
+    rows, summary = read_metrics(folder), revived(read_summary(folder))
+    mirror = WandbMirror(_tracker(plain, mode), folder, plain_config=plain)
+    for row in revived(rows):
+        step = row.pop("step")
+        mirror.log(row, step=step)
+    mirror.finish(summary, exit_code=0 if summary.get("status") == "done" else 1)
+    return mirror.run_id
+
+
+def read_plain_config(folder: Path) -> dict[str, Any]:
+    """Return a run's configuration as nested dicts.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot be read ({reason}); restore it") from None
+    if not isinstance(plain, dict):
+        raise ValueError(f"{path}: is no configuration; restore it")
+    return {key: value for key, value in plain.items() if key != "defaults"}
+
+
+def _upload_run(folder: Path, *, rebuild: bool) -> int:
+    offline = sorted((folder / "wandb").glob("offline-run-*"))
+    if offline and not rebuild:
+        command = [sys.executable, "-m", "wandb", "sync", *map(str, offline)]
+        return int(subprocess.run(command, check=False).returncode != 0)
+    if not rebuild and any((folder / "wandb").glob("run-*")):
+        sys.stdout.write(f"{folder}: was uploaded before; --rebuild uploads it as a new run\n")
+        return 0
+    try:
+        run_id = replay(folder, mode=WandbMode.online)
+    except ValueError as error:
+        run_id = None
+        sys.stderr.write(f"rotexp: {error}\n")
+    sys.stdout.write(f"{folder}: " + (f"rebuilt as {run_id}\n" if run_id else "was not uploaded\n"))
+    return int(run_id is None)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / METRICS_FILE).is_file() or (folder / SUMMARY_FILE).is_file()
+
+
+def _tracker(plain: dict[str, Any], mode: WandbMode) -> TrackerConfig:
+    """Return the run's own tracker options, as far as this version knows them, but W&B in that mode."""
+    known = {field.name for field in fields(TrackerConfig)} - {"kind", "mode"}
+    options = {name: value for name, value in (plain.get("tracker") or {}).items() if name in known}
+    return TrackerConfig(kind=TrackerKind.wandb, mode=mode, **options)

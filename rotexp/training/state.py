@@ -1,0 +1,236 @@
+"""Everything that training changes, which a checkpoint therefore holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotexp.config import Config, Strategy
+from rotexp.quant.fake import FakeQuantizer
+from rotexp.rotation.experts import RotatedExperts
+from rotexp.rotation.linear import RotatedLinear
+from rotexp.rotation.model import SCALES, RotatedModel
+from rotexp.rotation.placement import BANK
+from rotexp.sharding.communication import Communication
+from rotexp.sharding.ema import ShardedEMA
+from rotexp.sharding.flat import divided, flattened
+from rotexp.sharding.master import ZeRO2Master
+from rotexp.sharding.pieces import Pieces
+from rotexp.sharding.shards import reshard
+from rotexp.training.coordinator import Divergence
+from rotexp.training.optimizers import Optimizers
+
+MASTER = "master"
+"""What the optimizer's and the average's state call the ZeRO-2 master's shard."""
+
+
+@dataclass
+class TrainResult:
+    """What training did.
+
+    Attributes:
+        losses: of all steps, in nats; not finite where a step was skipped.
+        skipped: the steps, counted from 1, that were skipped.
+        seconds: how long they took.
+        divergence: how far replicas were apart after the last.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    divergence: Divergence = field(default_factory=Divergence)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step, counted from 1, whose loss is the smallest; it belongs to the rotations before that step."""
+        finite = [index for index, loss in enumerate(self.losses) if math.isfinite(loss)]
+        return 1 + min(finite, key=self.losses.__getitem__) if finite else None
+
+
+class TrainingState:
+    """Rotations, weights, their optimizers, master and average, the best rotations, and the losses so far.
+
+    Attributes:
+        master: None unless the strategy is `zero2_master`.
+        ema: None unless it is asked for.
+        start: the rotations training started from.
+        best: the rotations that had the smallest loss.
+        names: the trained parameters that are no rotations.
+    """
+
+    def __init__(self, model: RotatedModel, config: Config, *, communication: Communication) -> None:
+        reshard(model.network)
+        self.model = model
+        self.result = TrainResult()
+        self.start = model.bank.snapshot()
+        self.best = model.bank.snapshot()
+        self.names = model.trained_names if config.train.steps else []
+        self.master = self._master(config, communication)
+        self.rotations = {name: matrix for name, matrix in model.bank.items() if matrix.requires_grad}
+        held = {name: model.network.get_parameter(name) for name in self._outside_master}
+        shard = {MASTER: self.master.shard} if self.master else {}
+        self.optimizers = Optimizers(self.rotations, {**shard, **held}, config)
+        self.ema = self._ema(config, communication)
+
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return len(self.result.losses)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything to train."""
+        return bool(self.rotations or self.names)
+
+    def weights(self) -> dict[str, Tensor | Pieces]:
+        """Return what is trained beside rotations, by name, each as this rank holds it, in its own shape."""
+        inside = self.master.layout.shapes if self.master else {}
+        return {name: self.model.network.get_parameter(name) for name in self.names if name not in inside}
+
+    def _master(self, config: Config, communication: Communication) -> ZeRO2Master | None:
+        names = [name for name in self.names if not name.startswith(f"{SCALES}.")]
+        if config.sharding.strategy is not Strategy.zero2_master or not names:
+            return None
+        sharding = config.sharding
+        master = ZeRO2Master(
+            self.model.network,
+            names,
+            communication=communication,
+            bucket_mib=sharding.bucket_mib,
+            sim_world=sharding.sim_world,
+        )
+        master.rebuild()
+        return master
+
+    def _ema(self, config: Config, communication: Communication) -> ShardedEMA | None:
+        if config.ema.decay is None:
+            return None
+        rotations = [f"{BANK}.{name}" for name in self.rotations]
+        return ShardedEMA(
+            self.model.network,
+            [*rotations, *self._outside_master],
+            decay=config.ema.decay,
+            rotations=rotations,
+            master=self.master,
+            communication=communication,
+        )
+
+    @property
+    def _outside_master(self) -> list[str]:
+        inside = set(self.master.layout.shapes) if self.master else set()
+        return [name for name in self.names if name not in inside]
+
+    def accumulate(self) -> None:
+        """Put away the gradients of a part of a step."""
+        if self.master is not None:
+            self.master.accumulate()
+
+    def advance(self, loss: float) -> None:
+        """Make the step whose gradients are ready and whose loss was that of the present rotations."""
+        best = self.result.best_step
+        if best is None or loss < self.result.losses[best - 1]:
+            for name, matrix in self.model.bank.items():
+                self.best[name].copy_(matrix.detach())
+        self.optimizers.step()
+        if self.master is not None:
+            self.master.publish()
+        if self.ema is not None:
+            self.ema.update()
+        self._end(loss)
+
+    def skip(self, loss: float) -> None:
+        """Leave everything as it is, and count the step."""
+        self.result.skipped.append(self.step + 1)
+        self._end(loss)
+
+    def _end(self, loss: float) -> None:
+        self.result.losses.append(loss)
+        self.optimizers.schedule()
+        self.optimizers.zero_grad()
+        if self.master is not None:
+            self.master.discard()
+
+    def tensors(self) -> dict[str, Tensor | Pieces]:
+        """Return what a checkpoint holds, sharing memory: rotations as they are, everything else flattened.
+
+        Names and shapes do not depend on sharding and world.
+        """
+        held = {name: self.model.network.get_parameter(name) for name in self._outside_master}
+        named: dict[str, Mapping[str, Tensor | Pieces]] = {
+            "weights": held | ({MASTER: self.master.shard} if self.master else {}),
+            "optimizer": self.optimizers.tensors(),
+            "ema": self.ema.state() if self.ema else {},
+        }
+        flat = {
+            f"{group}/{name}": value
+            for group, tensors in named.items()
+            for key, tensor in tensors.items()
+            for name, value in self._flat(key, tensor).items()
+        }
+        whole = {"rotations": dict(self.model.bank.items()), "start": self.start, "best": self.best, "clip_ratios": self._clip_ratios()}
+        return {f"{group}/{name}": matrix for group, named in whole.items() for name, matrix in named.items()} | flat
+
+    def _flat(self, key: str, tensor: Tensor | Pieces) -> dict[str, Tensor | Pieces]:
+        """Return a tensor as pieces, those of the master by the names of its parameters."""
+        name, slash, part = key.partition("/")
+        if name == MASTER and self.master is not None:
+            if isinstance(tensor, Tensor) and tensor.ndim == 0:
+                return {f"{parameter}{slash}{part}": tensor for parameter in self.master.layout.shapes}
+            pieces = tensor if isinstance(tensor, Pieces) else self.master.pieces(tensor.detach())
+            sizes = {parameter: shape.numel() for parameter, shape in self.master.layout.shapes.items()}
+            return {f"{parameter}{slash}{part}": cut for parameter, cut in divided(pieces, sizes).items()}
+        if isinstance(tensor, Pieces) or tensor.ndim == 0:
+            return {key: tensor}
+        return {key: flattened(tensor)}
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside tensors, as JSON has it."""
+        return {
+            "losses": self.result.losses,
+            "skipped": self.result.skipped,
+            "seconds": self.result.seconds,
+            "optimizers": self.optimizers.facts(),
+            "clip_ratios": {name: list(ratios.shape) for name, ratios in self._clip_ratios().items()},
+            "shapes": {name: list(self.model.network.get_parameter(name).shape) for name in self.names},
+        }
+
+    def _quantizers(self) -> dict[str, FakeQuantizer]:
+        return {
+            f"{name}.{own}": quantizer
+            for name, module in self.model.network.named_modules()
+            if isinstance(module, (RotatedLinear, RotatedExperts))
+            for own, quantizer in module.weight_quantizers.items()
+        }
+
+    def _clip_ratios(self) -> dict[str, Tensor]:
+        """Return the ratios that are in use until the next search."""
+        named = ((name, quantizer.clip_ratios) for name, quantizer in self._quantizers().items())
+        return {name: ratios for name, ratios in named if ratios is not None}
+
+    def prepare_to_load(self, facts: Mapping[str, Any]) -> None:
+        """Make room for the tensors of a checkpoint, which are then read into those of `tensors`.
+
+        Raises:
+            ValueError: a weight has another shape there.
+        """
+        for name, shape in facts["shapes"].items():
+            held = list(self.model.network.get_parameter(name).shape) if name in self.names else None
+            if held != shape:
+                raise ValueError(f"{name} is {shape} there and {held} here; resume with the same model and train.params")
+        quantizers = self._quantizers()
+        for name, shape in facts["clip_ratios"].items():
+            quantizers[name].clip_ratios = torch.zeros(shape)
+
+    def loaded(self, facts: Mapping[str, Any]) -> None:
+        """Take over the rest, once the tensors are read."""
+        if self.master is not None:
+            self.master.publish()
+        self.optimizers.load_facts(facts["optimizers"])
+        self.result.losses = [float(loss) for loss in facts["losses"]]
+        self.result.skipped = list(facts["skipped"])
+        self.result.seconds = facts["seconds"]

@@ -1,0 +1,51 @@
+"""A second, frozen model to distill from and to compare with, for where training changes the float model itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rotexp.config import Config, ShardingConfig, Strategy
+from rotexp.models.arch import find_spec
+from rotexp.models.checkpoint import Checkpoint
+from rotexp.models.load import build_model
+from rotexp.models.materialize import materialize
+from rotexp.rotation.bank import RotationBank
+from rotexp.rotation.mode import Mode
+from rotexp.rotation.model import RotatedModel
+from rotexp.sharding.strategies import shard
+from rotexp.sync.guard import install
+from rotexp.training.objectives import Teacher
+
+
+def load_teacher(
+    checkpoint: Checkpoint, config: Config, *, device: torch.device, world_size: int, ranks_per_node: int | None
+) -> Teacher:
+    """Read the checkpoint once more, sharded and guarded like the student, without rotations and quantizers."""
+    network = build_model(checkpoint, dtype=getattr(torch, config.model.dtype.name))
+    model = RotatedModel(network, find_spec(network), RotationBank(), Mode())
+    shard(
+        network,
+        frozen_sharding(config.sharding),
+        units=model.units,
+        ignored=set(),
+        device_type=device.type,
+        world_size=world_size,
+        ranks_per_node=ranks_per_node,
+    )
+    install(network, config.sync_mode)
+    materialize(network, checkpoint, device=device)
+    checkpoint.weights.release()
+
+    @torch.no_grad()
+    def teacher(token_ids: Tensor) -> Tensor:
+        return model.logits(token_ids)
+
+    return teacher
+
+
+def frozen_sharding(config: ShardingConfig) -> ShardingConfig:
+    """Return how a frozen model is sharded beside one that is trained so: whole where there is nothing to split."""
+    if config.strategy is Strategy.zero2_master:
+        return ShardingConfig()
+    return config
