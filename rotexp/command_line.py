@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,17 +23,62 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from rotexp.compose import writable
 from rotexp.config import COMPONENTS, Config, ExportConfig
 from rotexp.launch.outer import adopt, is_first
-from rotexp.wrong_request import TRAINING, Vocabulary, check_overrides, explain
+from rotexp.sweep.planner import register_planning, swept_keys
+from rotexp.sweep.scheduled import ask_for_requeue, optimized_metric
+from rotexp.sweep.sweep import Sweep
+from rotexp.wrong_request import REFUSALS, TRAINING, Vocabulary, check_overrides, explain
 
 WRONG_REQUEST = 2
 SIGNALLED = 128
 """Exit codes above this say which signal ended a job: 130 and 143."""
 
-REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError)
-"""What composing, checking or opening a request raises when the request is at fault."""
+
+class Command:
+    """What Hydra calls for every job it runs in this process, and the exit codes of those jobs.
+
+    Attributes:
+        sweep: what keeps the outcomes of jobs that run in processes of their own (None: all jobs run here).
+    """
+
+    def __init__(self, job: Callable[[DictConfig], int], *, known: Vocabulary, sweep: Sweep | None) -> None:
+        self.job, self.known, self.sweep = job, known, sweep
+        self.codes = [0]
+
+    def __call__(self, composed: DictConfig) -> float | None:
+        """Run a job; return what a sweeper may minimize."""
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        try:
+            self.codes.append(self.job(composed))
+        except REFUSALS as error:  # here, since Hydra would print its own line, and end a sweep
+            self.refuse(explain(error, known=self.known))
+        except KeyboardInterrupt as interruption:
+            self.interrupt(interruption)
+        finally:
+            _remove_if_empty(folder)
+        if self.codes[-1] > SIGNALLED:
+            ask_for_requeue()
+            sys.exit(self.codes[-1])
+        return None if self.sweep is None else optimized_metric(composed, folder)
+
+    def refuse(self, reason: str) -> None:
+        """Say in one line what was wrong with the request."""
+        if is_first():
+            sys.stderr.write(f"rotexp: {' '.join(reason.split())}\n")
+        self.codes.append(WRONG_REQUEST)
+
+    def interrupt(self, interruption: KeyboardInterrupt, *, before: str = "nothing was started") -> None:
+        """Say that a signal came."""
+        sys.stderr.write(f"rotexp: {interruption or 'interrupted'}; {before}\n")
+        self.codes.append(getattr(interruption, "exit_code", SIGNALLED + signal.SIGINT))
 
 
-def run_command(job: Callable[[DictConfig], int], *, config_name: str = "config", known: Vocabulary = TRAINING) -> None:
+def run_command(
+    job: Callable[[DictConfig], int],
+    *,
+    config_name: str = "config",
+    known: Vocabulary = TRAINING,
+    sweep: Sweep | None = None,
+) -> None:
     """Compose the configuration from the command line, run the job, exit with its code.
 
     A sweep runs all its jobs, and exits with the highest code; only a signal ends it before.
@@ -41,39 +86,25 @@ def run_command(job: Callable[[DictConfig], int], *, config_name: str = "config"
     Args:
         config_name: the entry's primary config, a file of `conf/`.
         known: what its command line may set.
+        sweep: given where the jobs of a sweep run in processes of their own.
     """
-    codes = [0]
-
-    def refuse(reason: str) -> None:
-        if is_first():
-            sys.stderr.write(f"rotexp: {' '.join(reason.split())}\n")
-        codes.append(WRONG_REQUEST)
-
-    def run(composed: DictConfig) -> None:
-        try:
-            codes.append(job(composed))
-        except REFUSALS as error:  # here, since Hydra would print its own line, and end a sweep
-            refuse(explain(error, known=known))
-        except KeyboardInterrupt as interruption:
-            sys.stderr.write(f"rotexp: {interruption or 'interrupted'}; nothing was started\n")
-            codes.append(getattr(interruption, "exit_code", SIGNALLED + signal.SIGINT))
-        finally:
-            _remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
-        if codes[-1] > SIGNALLED:
-            sys.exit(codes[-1])
-
-    register()
+    command = Command(job, known=known, sweep=sweep)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of several ranks starve each other
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notes on standard error
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints in its own format and exits with 1
     try:
-        _check_command_line(known)
-        hydra.main(config_path="pkg://rotexp.conf", config_name=config_name, version_base="1.3")(run)()
+        register(_check_command_line(known))
+        hydra.main(config_path="pkg://rotexp.conf", config_name=config_name, version_base="1.3")(command)()
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        refuse(explain(error, known=known))
+        command.refuse(explain(error, known=known))
     except OSError as error:  # Hydra makes the folder before it calls the job
-        refuse(f"hydra.run.dir={error.filename}: cannot be made ({error.strerror}); choose another folder")
-    _leave(max(codes))
+        command.refuse(f"hydra.run.dir={error.filename}: cannot be made ({error.strerror}); choose another folder")
+    except KeyboardInterrupt as interruption:
+        command.interrupt(interruption, before="every job was ended")
+    finally:
+        if sweep is not None:
+            sweep.show(command=sys.argv)
+    _leave(max(*command.codes, 0 if sweep is None else sweep.exit_code))
 
 
 def _leave(code: int) -> NoReturn:
@@ -85,8 +116,13 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def register() -> None:
-    """Give Hydra the schemas and the resolver of unique folder names."""
+def register(swept: Sequence[str] = ()) -> None:
+    """Give Hydra the schemas, the resolvers of folder names, and the launcher and sweeper of this machine.
+
+    Args:
+        swept: the keys that the command line varies.
+    """
+    register_planning(swept)
     OmegaConf.register_new_resolver("unique", lambda: secrets.token_hex(2), use_cache=True, replace=True)
     store = ConfigStore.instance()
     store.store("schema", writable(Config))
@@ -96,8 +132,8 @@ def register() -> None:
             store.store(name, writable(schema), group=f"schema/{group}")
 
 
-def _check_command_line(vocabulary: Vocabulary) -> None:
-    """Check flags and the form of overrides, before Hydra reads them.
+def _check_command_line(vocabulary: Vocabulary) -> list[str]:
+    """Check flags and the form of overrides, before Hydra reads them; return the keys with several values.
 
     Raises:
         ValueError: one of them cannot be meant.
@@ -118,6 +154,7 @@ def _check_command_line(vocabulary: Vocabulary) -> None:
     if known.config_path:
         raise ValueError(f"--config-path {known.config_path}: would hide rotexp's own configs; use --config-dir")
     check_overrides(known.overrides, sweep=known.multirun, known=vocabulary)
+    return swept_keys(known.overrides)
 
 
 def _remove_if_empty(folder: Path) -> None:

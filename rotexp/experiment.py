@@ -24,7 +24,7 @@ from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model, checkpoint_layers, summarize_model
 from rotexp.models.materialize import materialize
 from rotexp.resumed import Resumed
-from rotexp.rotation.file import save_rotations
+from rotexp.rotation.file import replacing, save_rotations
 from rotexp.rotation.invariance import PROOF_TOKENS, check_invariance, check_merged, trace
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel, start_from_file
@@ -233,7 +233,7 @@ class Experiment:
             state.result.divergence = coordinator.divergence()
             return state
         for note in self.resumed.load(state, base=self.base, communication=self.communication):
-            self.warn(note)
+            self.console.print(f"resume: {note}", highlight=False, soft_wrap=True)
         if build(config.objective).distills:
             self.load_teacher()
         checkpoints = Checkpoints(
@@ -376,7 +376,8 @@ class Experiment:
             weights = full_state(state.weights(), communication=self.communication)
             weights |= state.master.full() if state.master is not None else {}
             if self.accelerator.is_main_process:
-                save_file(weights, self.folder / WEIGHTS_FILE, metadata=self.origin())
+                with replacing(self.folder / WEIGHTS_FILE) as aside:
+                    save_file(weights, aside, metadata={key: str(value) for key, value in self.origin().items()})
         return last
 
     def origin(self) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What ends a run; schedulers announce a pre-emption by SIGTERM or, as asked to, by SIGUSR1 or SIGUSR2."""
+SAVING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What ends a run in order: schedulers announce a pre-emption by SIGTERM or, as asked to, by one of the others."""
+
+ENDING = (signal.SIGINT, *SAVING)
 
 
 class Interrupted(KeyboardInterrupt):

@@ -5,16 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from rotexp.command_line import run_command
 from rotexp.compose import to_config
+from rotexp.sweep.outcome import grouped
+from rotexp.sweep.scheduled import is_done
+from rotexp.sweep.sweep import Sweep
 
 
 def train(composed: DictConfig) -> int:
     """Carry out one composed run and return its exit code."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     config = to_config(composed)
+    if HydraConfig.get().mode is RunMode.MULTIRUN:  # a scheduler started this job of a sweep
+        if is_done(config, folder):
+            return 0
+        config = grouped(config, folder)
     from rotexp.launch.start import start
 
     return start(config, folder)
@@ -22,7 +30,7 @@ def train(composed: DictConfig) -> int:
 
 def main() -> None:
     """Compose the configuration from the command line, and train."""
-    run_command(train)
+    run_command(train, sweep=Sweep())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,12 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf import BooleanNode, DictConfig, EnumNode, FloatNode, IntegerNode, ListConfig, Node, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -25,6 +30,9 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rotexp.compose import UnknownKeyError
 from rotexp.config import COMPONENTS, Config
+
+REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError)
+"""What composing, checking or opening a request raises when the request is at fault."""
 
 KINDS = {IntegerNode: "a whole number", FloatNode: "a number", BooleanNode: "true or false", ListConfig: "a list"}
 """What a key takes, by the node that holds its value."""

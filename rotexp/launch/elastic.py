@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine, by torch elastic's in-process API."""
+"""Ranks as processes of this machine, which may be one of several, by torch elastic's in-process API."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import atexit
 import ctypes
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -21,10 +25,17 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rotexp.config import Config
 from rotexp.inputs import Inputs
+from rotexp.launch.outer import adopt
 from rotexp.launch.rank import run_rank
-from rotexp.launch.signals import Interrupted
+from rotexp.signals import SAVING, Interrupted
 
 _PR_SET_PDEATHSIG = 1
+
+DONE, FAILED, INTERRUPTED = 0, 1, (130, 143)
+"""Exit codes of a rank."""
+
+FROM_SLURM = "slurm"
+"""The `launch.rdzv_endpoint` that SLURM's variables say."""
 
 LINGER_SECONDS = 1.0
 """How long a failed rank stays, so that one that was killed, and left no record, is seen before peers that miss it."""
@@ -41,28 +52,81 @@ def run_elastic(config: Config, inputs: Inputs, folder: Path, *, nproc: int) -> 
         RankError: a rank failed.
         Interrupted: a signal ended the run.
     """
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="rotexp-", ignore_cleanup_errors=True) as folder_aside:
-        failures = Path(folder_aside)
-        settings = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            monitor_interval=0.1,
-            start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=str(failures / "elastic")),  # by default a folder that nobody removes
-        )
+    with _settings(config, nproc=nproc) as (settings, failures):
         try:
             elastic_launch(settings, _run_recorded)(config, inputs, folder, failures)
         except ChildFailedError as error:
             raise RankError(_first_failure(error, failures)) from None
         except SignalException as error:
             raise Interrupted(error.sigval) from None
+
+
+def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: Callable[..., int]) -> int:
+    """Run this node's ranks of a run on several nodes, which meet at `launch.rdzv_endpoint`; return the exit code.
+
+    The ranks record by themselves how the run ended, in the folder of rank 0, whichever node that is on.
+
+    Args:
+        folder: where the run is recorded if rank 0 is on this node.
+        run: what a rank does with the configuration, the inputs, that folder and its place in the world, in torchrun's
+            variables; it returns the rank's exit code.
+    """
+    with _settings(config, nproc=nproc) as (settings, _):
+        try:
+            elastic_launch(settings, _run_as_part)(run, config, inputs, folder)
+        except ChildFailedError as error:
+            code = error.get_first_failure()[1].exitcode
+            return code if code in INTERRUPTED else FAILED
+        except SignalException as error:
+            return Interrupted(error.sigval).exit_code
+    return DONE
+
+
+@contextmanager
+def _settings(config: Config, *, nproc: int) -> Iterator[tuple[LaunchConfig, Path]]:
+    """Yield how elastic starts the ranks, and a folder for their failures."""
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    launch = config.launch
+    alone = launch.nnodes == 1
+    with tempfile.TemporaryDirectory(prefix="rotexp-", ignore_cleanup_errors=True) as folder_aside:
+        failures = Path(folder_aside)
+        settings = LaunchConfig(
+            min_nodes=launch.nnodes,
+            max_nodes=launch.nnodes,
+            nproc_per_node=nproc,
+            run_id=uuid.uuid4().hex if alone else launch.rdzv_id,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0" if alone else _endpoint(launch.rdzv_endpoint),
+            rdzv_configs={"timeout": int(60 * launch.timeout_minutes)},
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=str(failures / "elastic")),  # by default a folder that nobody removes
+        )
+        yield settings, failures
+
+
+def _endpoint(given: str | None) -> str:
+    """Return HOST:PORT; for `slurm` the first node of the job, and a port that its number gives."""
+    if given != FROM_SLURM:
+        return str(given)
+    place = adopt()
+    if place is None:
+        raise ValueError(f"launch.rdzv_endpoint={given}: must be HOST:PORT outside of srun with a task a node; name it")
+    return f"{place['MASTER_ADDR']}:{place['MASTER_PORT']}"
+
+
+def _run_as_part(run: Callable[..., int], config: Config, inputs: Inputs, folder: Path) -> None:
+    """Run a rank of several nodes' ranks; as in `_run_recorded`, its interpreter is never finalized."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _die_with_parent()
+    code = run(config, inputs, folder, adopt())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+    atexit.register(os._exit, DONE)
 
 
 def _run_recorded(config: Config, inputs: Inputs, folder: Path, failures: Path) -> None:
@@ -74,6 +138,8 @@ def _run_recorded(config: Config, inputs: Inputs, folder: Path, failures: Path) 
     _die_with_parent()
     try:
         run_rank(config, inputs, folder)
+    except Interrupted as interruption:
+        os._exit(interruption.exit_code)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".removeprefix("PhaseError: ")
         record = {"time": time.time_ns(), "rank": int(os.environ["RANK"]), "reason": reason}

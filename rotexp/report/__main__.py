@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -54,15 +55,15 @@ def report(arguments: Sequence[str]) -> None:
         "json": options.json,
     }
     writers = _writers()
-    for name, target in targets.items():
-        if target is not None:
-            check_target(target, found, flag=f"--{name}")
+    wanted = {name: target for name, target in targets.items() if target is not None}
+    for name, target in wanted.items():
+        check_target(target, found, flag=f"--{name}")
+    for name, target in wanted.items():
+        _write(target, writers[name](found), flag=f"--{name}")
     from rotexp.report.terminal import show
 
     show(found)
-    for name, target in targets.items():
-        if target is not None:
-            _write(target, writers[name](found), flag=f"--{name}")
+    sys.stdout.writelines(f"wrote {target}\n" for target in wanted.values())
 
 
 def _writers() -> dict[str, Callable[[Report], str]]:
@@ -92,7 +93,6 @@ def _write(target: Path, text: str, *, flag: str) -> None:
         write_atomically(target, text)
     except OSError as error:
         raise ValueError(f"{flag} {target}: cannot be written ({error.strerror}); choose another place") from None
-    sys.stdout.write(f"wrote {target}\n")
 
 
 def main() -> None:
@@ -102,6 +102,8 @@ def main() -> None:
     except ValueError as error:
         sys.stderr.write(f"rotexp: {' '.join(str(error).split())}\n")
         sys.exit(WRONG_REQUEST)
+    except BrokenPipeError:  # who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(DONE)
 
 

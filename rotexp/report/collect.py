@@ -92,7 +92,7 @@ def _protocols(runs: Sequence[Run]) -> list[str]:
             found.setdefault(text, []).append(run.name)
     if len(found) < 2:
         return []
-    groups = "; ".join(f"{text}: {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1) for text, names in found.items())
-    return [
-        f"perplexity, KL and top-1 agreement compare only within one protocol, and these runs have {len(found)}: {groups}"
-    ]
+    groups = "; ".join(
+        f"{text}: {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1) for text, names in found.items()
+    )
+    return [f"perplexity, KL and top-1 agreement compare only within one protocol, and here are {len(found)}: {groups}"]

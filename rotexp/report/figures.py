@@ -76,12 +76,10 @@ def device_hours(run: Run, seconds: float | None) -> float | None:
 
 
 FIGURES = (
-    Figure("world_size", "ranks", "", world_size, "", "processes, one a device"),
-    Figure("steps", "steps", "", _steps, "", "optimizer steps done"),
-    _evaluated("float", "perplexity", "perplexity float", ""),
-    _evaluated("quantized", "perplexity", "perplexity quantized", "lower"),
-    _evaluated("hadamard", "perplexity", "perplexity Hadamard", "lower"),
     _evaluated("trained", "perplexity", "perplexity trained", "lower"),
+    _evaluated("hadamard", "perplexity", "perplexity Hadamard", "lower"),
+    _evaluated("quantized", "perplexity", "perplexity quantized", "lower"),
+    _evaluated("float", "perplexity", "perplexity float", ""),
     _evaluated("trained", "kl", "KL trained", "lower"),
     _evaluated("trained", "top1_agreement", "top-1 trained", "higher"),
     Figure("train_seconds", "training", "lower", lambda run: run.train_seconds, "s", "training, as far as it went"),
@@ -120,4 +118,6 @@ FIGURES = (
     ),
     _registered("replica/max_abs_diff", "divergence", "", "replica", "max_abs_diff"),
     _registered("rotation/orthogonality_rrt_max", "drift", "", "rotation", "orthogonality_rrt_max"),
+    Figure("world_size", "ranks", "", world_size, "", "processes, one a device"),
+    Figure("steps", "steps", "", _steps, "", "optimizer steps done"),
 )

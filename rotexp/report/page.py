@@ -7,7 +7,7 @@ import json
 from importlib.resources import files
 from string import Template
 
-from plotly.offline import get_plotlyjs
+from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from rotexp.report.collect import Report
 from rotexp.report.payload import payload

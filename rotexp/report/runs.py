@@ -65,7 +65,9 @@ class Run:
     @property
     def command(self) -> str:
         """What repeats it."""
-        return f"python -m rotexp.train --config-dir {shlex.quote(path_text(self.folder))} --config-name config.resolved"
+        return (
+            f"python -m rotexp.train --config-dir {shlex.quote(path_text(self.folder))} --config-name config.resolved"
+        )
 
     @cached_property
     def points(self) -> dict[str, dict[int, float]]:
@@ -84,19 +86,25 @@ class Run:
 
     @cached_property
     def memory(self) -> dict[str, dict[str, float]]:
-        """Peaks in GiB by phase; of a run without an end state those of the phases that ended."""
+        """Peaks in GiB by phase; without an end state those of the phases that ended, and of training so far."""
         found: dict[str, dict[str, float]] = {}
-        for key in self.points:
-            _, *phase, figure = key.split("/")
-            if key.startswith("memory/") and len(phase) == 1:
-                found.setdefault(phase[0], {})[figure] = self.last(key) or 0.0
+        for key, values in self.points.items():
+            group, *names = key.split("/")
+            if group == "memory" and len(names) == 2:
+                found.setdefault(names[0], {})[names[1]] = values[max(values)]
+        for path, value in flatten(dig(self.summary, "memory")).items():
+            phase, _, figure = path.partition(".")
+            if (peak := number(value)) is not None:
+                found.setdefault(phase, {})[figure] = peak
         if "train" not in found and (peaks := self._training_peaks()):
             found["train"] = peaks
         return found
 
     def _training_peaks(self) -> dict[str, float]:
         """Return the largest peaks of the steps so far."""
-        steps = {key: values for key, values in self.points.items() if key.startswith("memory/") and key.count("/") == 1}
+        steps = {
+            key: values for key, values in self.points.items() if key.startswith("memory/") and key.count("/") == 1
+        }
         return {key.removeprefix("memory/"): max(values.values()) for key, values in steps.items()}
 
     @cached_property
@@ -172,10 +180,10 @@ def read_run(folder: Path, *, name: str) -> Run:
     return Run(name, folder, summary or {}, flatten(config), rows, problems)
 
 
-def flatten(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a nested mapping by dotted keys."""
+def flatten(config: Any) -> dict[str, Any]:
+    """Return a nested mapping by dotted keys; of anything else nothing."""
     flat: dict[str, Any] = {}
-    for key, value in config.items():
+    for key, value in config.items() if isinstance(config, dict) else ():
         if isinstance(value, dict) and value:
             flat.update({f"{key}.{below}": item for below, item in flatten(value).items()})
         else:

@@ -74,7 +74,7 @@ def save_rotations(
     }
     texts = {key: str(value) for key, value in facts.items()}
     metadata = {"format": "rotexp", "rotations": json.dumps(described), "online": json.dumps(dict(online)), **texts}
-    with _replacing(path) as aside:
+    with replacing(path) as aside:
         save_file({name: matrix.cpu().contiguous() for name, matrix in rotations.items()}, aside, metadata=metadata)
 
 
@@ -91,7 +91,7 @@ def save_r_bin(path: Path, rotations: Mapping[str, Tensor], *, layers: str = "mo
     stored = {_r_bin_key(name, layers): _dense(matrix).cpu().contiguous() for name, matrix in rotations.items()}
     content = io.BytesIO()  # torch.save would put the name of the file aside into the file
     torch.save(stored, content)
-    with _replacing(path) as aside:
+    with replacing(path) as aside:
         aside.write_bytes(content.getbuffer())
 
 
@@ -118,7 +118,7 @@ def _block_diagonal(blocks: Tensor) -> Tensor:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Yield a file beside `path` that takes its place once it is complete and on the disk."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -210,7 +210,7 @@ def _our_names(stored: dict[Any, Any], where: str) -> dict[str, Tensor]:
         else:
             matrices[name] = value.detach()
     if faults:
-        raise ValueError(f"{where}: {_listed(faults)}; name a file of rotations only")
+        raise ValueError(f"{where}: {listed(faults)}; name a file of rotations only")
     return matrices
 
 
@@ -248,7 +248,7 @@ def assign_rotations(
             matrices[name], errors[name], fault = _fitted(loaded.matrices[name], target)
             faults += [f"{name} {fault}"] if fault else []
     if faults:
-        raise ValueError(f"{where}: {_listed(faults)}; name a file of rotations of this model")
+        raise ValueError(f"{where}: {listed(faults)}; name a file of rotations of this model")
     bank.assign({name: matrix.to(bank[name].dtype) for name, matrix in matrices.items()})
     return {name: error for name, error in errors.items() if error > ROUNDING}
 
@@ -306,6 +306,7 @@ def _shaped(matrix: Tensor, shape: torch.Size) -> Tensor | None:
     return blocks if torch.equal(_block_diagonal(blocks), matrix) else None
 
 
-def _listed(faults: list[str], *, most: int = 6) -> str:
+def listed(faults: list[str], *, most: int = 6) -> str:
+    """Return faults as one line, the first of them by name."""
     more = len(faults) - most
     return "; ".join(faults[:most]) + (f"; and {more} more" if more > 0 else "")

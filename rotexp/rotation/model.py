@@ -86,7 +86,10 @@ class RotatedModel:
 
     @property
     def unsharded(self) -> set[nn.Parameter]:
-        """What stays whole on every rank and outside FSDP, which hence does not reduce its gradients."""
+        """What stays whole on every rank and outside FSDP, which hence does not reduce its gradients.
+
+        A set has another order on every rank: take the order of collectives from the network's parameters.
+        """
         return set(self.bank.parameters()) | set(self.scales.parameters() if self.scales is not None else ())
 
     @property

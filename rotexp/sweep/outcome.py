@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from rotexp.compose import to_plain
-from rotexp.config import Config
+from rotexp.config import Config, ModelConfig, ModelDtype
 from rotexp.finished_run import read_finished_run
 from rotexp.tracking.files import read_summary, write_summary
 
@@ -79,8 +80,8 @@ REFUSED = 2
 INTERRUPTED = (130, 143, -signal.SIGINT, -signal.SIGTERM)
 """Exit codes of a process."""
 
-IGNORED = ("sweep", "launch", "tracker", "resume", "profile")
-"""Keys that do not change what a run computes."""
+IGNORED = ("sweep.", "tracker.", "resume", "launch.threads", "launch.timeout_minutes", "launch.rdzv_")
+"""Keys that change neither what a run computes nor what it leaves."""
 
 
 def finished_before(job: Job) -> Outcome | None:
@@ -91,8 +92,9 @@ def finished_before(job: Job) -> Outcome | None:
     """
     if read_summary(job.folder).get("status") != Status.done.value:
         return None
-    changed = _differences(to_plain(read_finished_run(job.folder).config), to_plain(job.config))
-    if changed:
+    then = read_finished_run(job.folder).config
+    now = replace(job.config, model=_as_resolved(job.config.model, then.model))
+    if changed := _differences(to_plain(then), to_plain(now)):
         raise ValueError(
             f"hydra.sweep.dir={job.folder.parent}: {job.name} is done with another {', '.join(changed)}; "
             f"choose another folder"
@@ -101,18 +103,34 @@ def finished_before(job: Job) -> Outcome | None:
     return _from_summary(job, summary, seconds=sum(summary.get("time", {}).values()), before=True)
 
 
+def _as_resolved(model: ModelConfig, then: ModelConfig) -> ModelConfig:
+    """Return a model with what a run resolved: the whole path, the commit of a branch, the dtype of its checkpoint."""
+    path = str(Path(model.path).resolve()) if model.path and Path(model.path).exists() else model.path
+    commit = model.revision if re.fullmatch("[0-9a-f]{40}", model.revision or "") else then.revision
+    dtype = then.dtype if model.dtype is ModelDtype.auto else model.dtype
+    return replace(model, path=path, revision=commit, dtype=dtype)
+
+
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the keys whose values differ; a revision that one run resolved is no difference."""
+    """Return the keys whose values differ."""
     found = []
     for key in one.keys() | other.keys():
         name, before, now = f"{prefix}{key}", one.get(key), other.get(key)
-        if name in IGNORED or (name == "model.revision" and now is None):
-            continue
         if isinstance(before, Mapping) and isinstance(now, Mapping):
             found += _differences(before, now, f"{name}.")
         elif before != now:
             found.append(name)
-    return sorted(found)
+    return sorted(name for name in found if not name.startswith(IGNORED))
+
+
+def left(job: Job) -> Outcome:
+    """Return the outcome of a job that somebody else ran, by what it left."""
+    summary = read_summary(job.folder)
+    if not summary:
+        return Outcome(job.name, job.axes, job.folder, Status.failed, "it left no summary; see the scheduler's log")
+    if summary["status"] == "running":
+        summary |= {"status": Status.failed.value, "error": "it did not end by itself; see the scheduler's log"}
+    return _from_summary(job, summary, seconds=sum(summary.get("time", {}).values()))
 
 
 @dataclass(frozen=True)
@@ -147,13 +165,15 @@ def ended(job: Job, ending: Ending, *, interrupted: bool = False) -> Outcome:
         status = Status.interrupted if interrupted or ending.code in INTERRUPTED else Status.failed
         if ending.code == -signal.SIGKILL and ending.out_of_memory:
             status = Status.oom
-        summary = read_summary(job.folder) | {"status": status.value, "error": _reason(ending)}
+        summary = read_summary(job.folder) | {"status": status.value, "error": _reason(ending, status)}
         job.folder.mkdir(parents=True, exist_ok=True)
         write_summary(job.folder, summary)
     return _from_summary(job, summary, seconds=ending.seconds)
 
 
-def _reason(ending: Ending) -> str:
+def _reason(ending: Ending, status: Status) -> str:
+    if status is Status.interrupted and ending.said:
+        return ending.said
     if ending.code < 0:
         name = signal.Signals(-ending.code).name
         return f"killed by {name}{' (the system was out of memory)' if ending.out_of_memory else ''}"
@@ -168,13 +188,13 @@ def _from_summary(job: Job, summary: Mapping[str, Any], *, seconds: float, befor
         status=Status(summary["status"]),
         error=summary.get("error"),
         seconds=seconds,
-        perplexity=_figure(summary, "evaluation.trained.perplexity"),
+        perplexity=figure(summary, "evaluation.trained.perplexity"),
         before=before,
-        metric=_figure(summary, job.config.sweep.optimized_metric),
+        metric=figure(summary, job.config.sweep.optimized_metric),
     )
 
 
-def _figure(summary: Mapping[str, Any], path: str) -> float | None:
+def figure(summary: Mapping[str, Any], path: str) -> float | None:
     """Return the number at a dotted path of a summary, None if there is none."""
     value: Any = summary
     for key in path.split("."):
@@ -183,3 +203,9 @@ def _figure(summary: Mapping[str, Any], path: str) -> float | None:
         return None if value is None else float(value)
     except (TypeError, ValueError):
         return None
+
+
+def grouped(config: Config, folder: Path) -> Config:
+    """Return a job's configuration, its W&B group the name of the sweep's folder unless it names one."""
+    tracker = config.tracker
+    return replace(config, tracker=replace(tracker, group=tracker.group or folder.resolve().parent.name))

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shlex
 import signal
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from rotexp.config import SweepConfig
-from rotexp.signals import ENDING, Interrupted
+from rotexp.signals import SAVING, Interrupted
 from rotexp.sweep.child import LOG_FILE, Child
 from rotexp.sweep.devices import VISIBLE, shares, visible_accelerators, with_share_of_threads
-from rotexp.sweep.outcome import Job, Outcome, Status, ended, finished_before
+from rotexp.sweep.outcome import Job, Outcome, Status, ended, finished_before, left
+from rotexp.sweep.table import show
 from rotexp.tracking.files import finite, write_atomically
 
 JOBS_FILE = "jobs.json"
@@ -43,6 +45,17 @@ class Sweep:
         """0 if every job is done, 2 if one was refused, else 1."""
         return max((outcome.exit_code for outcome in self.outcomes.values()), default=0)
 
+    def show(self, *, command: Sequence[str]) -> None:
+        """Print the table of all jobs, unless none was right, and how to go on where one is not done.
+
+        Args:
+            command: the one that started the sweep.
+        """
+        outcomes = list(self.outcomes.values())
+        if self.folder is not None and any(outcome.status is not Status.refused for outcome in outcomes):
+            left_over = any(outcome.status not in (Status.done, Status.refused) for outcome in outcomes)
+            show(outcomes, folder=self.folder, again=again(command, self.folder) if left_over else None)
+
     def record(self, outcome: Outcome) -> None:
         """Keep an outcome, also in the sweep's folder."""
         assert self.folder is not None
@@ -50,6 +63,21 @@ class Sweep:
         rows = [entry.record() for entry in self.outcomes.values()]
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / JOBS_FILE, json.dumps(finite(rows), indent=2, allow_nan=False) + "\n")
+
+    def expect(self, name: str, axes: Mapping[str, str]) -> None:
+        """Give a job its place among the others."""
+        self.outcomes[name] = Outcome(name, axes, None, Status.not_started)
+
+    def refuse(self, name: str, axes: Mapping[str, str], reason: str) -> None:
+        """Record a job that is wrong, and tell people."""
+        line = " ".join(reason.split())
+        sys.stderr.write(f"rotexp: {line}\n")
+        self.record(Outcome(name, axes, None, Status.refused, line))
+
+    def read(self, jobs: Iterable[Job]) -> None:
+        """Record the outcomes of jobs that somebody else ran."""
+        for job in jobs:
+            self.record(left(job))
 
     def run(self, jobs: Sequence[Job], *, options: SweepConfig) -> None:
         """Run the jobs that are not done yet, and record the outcome of each.
@@ -60,7 +88,6 @@ class Sweep:
         """
         assert self.folder is not None
         slots = shares(visible_accelerators(), jobs_at_once=options.jobs_at_once)
-        self.outcomes |= {job.name: Outcome(job.name, job.axes, None, Status.not_started) for job in jobs}
         with claimed(self.folder), tempfile.TemporaryDirectory(prefix="rotexp-sweep-") as configs:
             with noted_signals() as signals:
                 _Round(self, jobs, slots=slots, options=options, configs=Path(configs), signals=signals).run()
@@ -150,6 +177,12 @@ class _Round:
         self.collect()
 
 
+def again(command: Sequence[str], folder: Path) -> str:
+    """Return the command line that goes on with a sweep."""
+    given = [argument for argument in command[1:] if not argument.startswith("hydra.sweep.dir=")]
+    return shlex.join(["python", "-m", "rotexp.train", *given, f"hydra.sweep.dir={folder}"])
+
+
 def say(line: str) -> None:
     """Tell people what happens, one line each."""
     sys.stdout.write(f"{line}\n")
@@ -160,7 +193,7 @@ def say(line: str) -> None:
 def noted_signals() -> Iterator[list[int]]:
     """Yield a list to which the signals that end a run are added inside the block, and that nothing else does."""
     noted: list[int] = []
-    before = {number: signal.signal(number, lambda number, _frame: noted.append(number)) for number in ENDING}
+    before = {number: signal.signal(number, lambda number, _frame: noted.append(number)) for number in (signal.SIGINT, *SAVING)}
     try:
         yield noted
     finally:

@@ -33,15 +33,15 @@ def sweep_table(outcomes: Sequence[Outcome], *, folder: Path) -> Table:
     return table
 
 
-def show(outcomes: Sequence[Outcome], *, folder: Path, again: str) -> None:
-    """Print the table, and how to go on where a job is not done.
+def show(outcomes: Sequence[Outcome], *, folder: Path, again: str | None) -> None:
+    """Print the table, and how to go on.
 
     Args:
-        again: the command that goes on.
+        again: the command that goes on (None: there is nothing left to do).
     """
     console = Console() if Console().is_terminal else Console(width=WIDE)
     console.print(sweep_table(outcomes, folder=folder))
     done = sum(outcome.status is Status.done for outcome in outcomes)
     console.print(f"sweep folder: {folder} ({done} of {len(outcomes)} jobs done)", highlight=False, soft_wrap=True)
-    if done < len(outcomes):
+    if again is not None:
         console.print(f"to go on: {again}", highlight=False, markup=False, soft_wrap=True)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from rotexp.arguments import Arguments, refuse
 
+INTERRUPTED = 130
+
 
 def main() -> int:
     """Upload what the command line names, and return the exit code."""
@@ -20,6 +22,8 @@ def main() -> int:
         return upload(arguments.folders, rebuild=arguments.rebuild)
     except ValueError as error:
         return refuse(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

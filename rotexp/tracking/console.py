@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from rotexp.metrics.profiler import PartFigures
 
@@ -57,15 +58,17 @@ def startup_panel(facts: StartUp) -> Panel:
     """Return the facts as a panel."""
     total = facts.tokens_per_step * facts.steps
     left = None if facts.step_seconds is None else duration(facts.step_seconds * facts.steps)
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(overflow="fold")
-    table.add_row("model", f"{facts.model}, {facts.parameters:,} parameters")
-    table.add_row("sharding", facts.sharding)
-    table.add_row("devices", facts.devices)
-    table.add_row("tokens", f"{facts.tokens_per_step:,} a step, {total:,} in all")
-    table.add_row("steps", f"{facts.steps:,}" + (f", about {left}" if left else "; the first says how long they take"))
-    table.add_row("folder", str(facts.folder))
+    rows = {
+        "model": f"{facts.model}, {facts.parameters:,} parameters",
+        "sharding": facts.sharding,
+        "devices": facts.devices,
+        "tokens": f"{facts.tokens_per_step:,} a step, {total:,} in all",
+        "steps": f"{facts.steps:,}" + (f", about {left}" if left else "; the first says how long they take"),
+        "folder": str(facts.folder),
+    }
+    table = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(name, escape(value))
     return Panel(table, title="rotexp", title_align="left", expand=False)
 
 

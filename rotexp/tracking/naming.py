@@ -20,10 +20,9 @@ LONGEST_NAME, LONGEST_TAG = 128, 64
 """In characters, what W&B takes."""
 
 
-def option_name(plain: Mapping[str, Any], group: str) -> str | None:
-    """Return the option a configuration, as nested dicts, has of a group; None where it lacks the group."""
-    chosen = plain.get(group)
-    return str(chosen[NAMED_BY.get(group, "name")]) if isinstance(chosen, Mapping) else None
+def option_name(plain: Mapping[str, Any], group: str) -> str:
+    """Return the option that a configuration, as nested dicts, has of a group."""
+    return str(plain[group][NAMED_BY.get(group, "name")])
 
 
 def mirrored_config(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,22 +30,16 @@ def mirrored_config(plain: Mapping[str, Any]) -> dict[str, Any]:
 
     `sharding.by_model` names model and sharding together, for a panel groups its bars by one field alone.
     """
-    mirrored = dict(plain)
-    for group in NAMED_BY:
-        name = option_name(plain, group)
-        if name is not None:
-            mirrored[group] = {"name": name, **plain[group]}
-    model = _model_name(plain)
-    if model and "sharding" in mirrored:
-        mirrored["sharding"]["by_model"] = f"{model} {mirrored['sharding']['name']}"
-    return mirrored
+    named = {group: {"name": option_name(plain, group), **plain[group]} for group in NAMED_BY}
+    named["sharding"]["by_model"] = f"{_model_name(plain)} {named['sharding']['name']}"
+    return {**plain, **named}
 
 
 def axes_name(plain: Mapping[str, Any]) -> str:
     """Return a name made of what people compare, such as `tiny-w4a4-learned-full-off-seed0`."""
     options = (option_name(plain, group) for group in AXES[1:])
-    parts = [_model_name(plain), *options, f"seed{plain['seed']}" if "seed" in plain else None]
-    return "-".join(_plain_text(part) for part in parts if part)[:LONGEST_NAME]
+    parts = [_model_name(plain), *options, f"seed{plain['seed']}"]
+    return "-".join(map(_plain_text, parts))[:LONGEST_NAME]
 
 
 def display_name(plain: Mapping[str, Any], *, folder: str) -> str:
@@ -57,27 +50,22 @@ def display_name(plain: Mapping[str, Any], *, folder: str) -> str:
     Args:
         folder: the name of the run's folder.
     """
-    axes, suffix = axes_name(plain), _plain_text(folder)
-    grouped = (plain.get("tracker") or {}).get("group")
-    if not axes or grouped:
-        return "-".join(filter(None, [axes[: LONGEST_NAME - len(suffix) - 1], suffix]))[:LONGEST_NAME]
-    return axes
+    axes, suffix = axes_name(plain), f"-{_plain_text(folder)}"
+    return axes[: LONGEST_NAME - len(suffix)] + suffix if plain["tracker"].get("group") else axes
 
 
 def tags(plain: Mapping[str, Any]) -> list[str]:
     """Return the tags a user gave and those of the run's options (`sharding:full`), each once."""
-    given = list((plain.get("tracker") or {}).get("tags") or [])
-    options = [(kind, option_name(plain, group)) for kind, group in TAGS.items()]
-    every = [*map(str, given), *(f"{kind}:{option}" for kind, option in options if option)]
+    options = [f"{kind}:{option_name(plain, group)}" for kind, group in TAGS.items()]
+    every = [*map(str, plain["tracker"].get("tags", [])), *options]
     return list(dict.fromkeys(tag[:LONGEST_TAG] for tag in every))
 
 
-def _model_name(plain: Mapping[str, Any]) -> str | None:
+def _model_name(plain: Mapping[str, Any]) -> str:
     """Return the model's option; for those that stand for many models, with its size or the end of its path."""
-    name = option_name(plain, "model")
-    model = plain.get("model") or {}
-    detail = model.get("size") or (PurePath(model.get("path") or "").name if name == "hf" else None)
-    return f"{name}-{detail}" if name and detail else name
+    model = plain["model"]
+    detail = PurePath(model["path"] or "").name if model["name"] == "hf" else model["size"]
+    return f"{model['name']}-{detail}" if detail else str(model["name"])
 
 
 def _plain_text(text: str) -> str:

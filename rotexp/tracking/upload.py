@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -88,18 +89,32 @@ def read_plain_config(folder: Path) -> dict[str, Any]:
 def _upload_run(folder: Path, *, rebuild: bool) -> int:
     offline = sorted((folder / "wandb").glob("offline-run-*"))
     if offline and not rebuild:
-        command = [sys.executable, "-m", "wandb", "sync", *map(str, offline)]
-        return int(subprocess.run(command, check=False).returncode != 0)
-    if not rebuild and any((folder / "wandb").glob("run-*")):
+        command = [sys.executable, "-m", "wandb", "sync", *(f"wandb/{path.name}" for path in offline)]
+        return int(subprocess.run(command, check=False, cwd=folder).returncode != 0)  # there it leaves its log
+    if _online_runs(folder) and not rebuild:
         sys.stdout.write(f"{folder}: was uploaded before; --rebuild uploads it as a new run\n")
         return 0
+    run_id = _rebuild(folder)
+    sys.stdout.write(f"{folder}: " + (f"rebuilt as {run_id}\n" if run_id else "was not uploaded\n"))
+    return int(run_id is None)
+
+
+def _rebuild(folder: Path) -> str | None:
+    """Replay a run online; a failure is said, and leaves nothing that looks like a run that was uploaded."""
+    before = _online_runs(folder)
+    run_id = None
     try:
         run_id = replay(folder, mode=WandbMode.online)
     except ValueError as error:
-        run_id = None
         sys.stderr.write(f"rotexp: {error}\n")
-    sys.stdout.write(f"{folder}: " + (f"rebuilt as {run_id}\n" if run_id else "was not uploaded\n"))
-    return int(run_id is None)
+    if run_id is None:
+        for left in _online_runs(folder) - before:
+            shutil.rmtree(left, ignore_errors=True)
+    return run_id
+
+
+def _online_runs(folder: Path) -> set[Path]:
+    return set((folder / "wandb").glob("run-*"))
 
 
 def _is_run(folder: Path) -> bool:

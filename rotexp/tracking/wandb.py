@@ -44,13 +44,13 @@ class WandbMirror:
         Args:
             plain_config: the whole configuration as nested dicts.
             run_id: the W&B run that this one goes on with.
-            logged_to: the last step that W&B saw of it.
+            logged_to: the last step that W&B saw of that run.
         """
         self._run: Any = None
         self._run_id: str | None = None
         self._given_up = False
         self._folder = folder
-        self._logged_to = logged_to
+        self._logged_to = logged_to if run_id else -1  # a new run has seen nothing
         self._defined: set[str] = set()
         self._guarded(lambda: self._open(config, plain_config, run_id), seconds=2 * INIT_SECONDS)
 
@@ -139,7 +139,7 @@ class WandbMirror:
         thread.join(seconds)
         if failure or thread.is_alive():
             self._run, self._given_up = None, True
-            reason = failure[0] if failure else f"no answer within {seconds:.0f} s"
+            reason = " ".join(str(failure[0]).split()) if failure else f"no answer within {seconds:.0f} s"
             LOGGER.warning("W&B: %s; the run goes on without it, metrics.jsonl holds everything", reason)
 
 

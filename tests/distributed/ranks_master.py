@@ -14,14 +14,14 @@ from torch.nn.functional import cross_entropy
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.master import ZeRO2Master
 
-BUCKET_MIB = 2.0**-13  # 32 numbers, so that 402 make 13 buckets, some within a parameter
+BUCKET_MIB = 2.0**-13  # 32 numbers, so that 401 make 13 buckets, some within a parameter
 NUM_BUCKETS = 13
 TOKENS = torch.randint(37, (16, 5), generator=torch.Generator().manual_seed(1))
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 class Net(nn.Module):
-    """A tied language model of 37 words whose 402 numbers no world divides; every parameter is random."""
+    """A tied language model of 37 words whose 401 numbers no world divides; every parameter is random."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Net(nn.Module):
         self.gain = nn.Parameter(torch.empty(1))
         self.outer = nn.Linear(11, 6, bias=False)
         self.head = nn.Linear(6, 37, bias=False)
-        self.norm = nn.Parameter(torch.empty(36))
+        self.norm = nn.Parameter(torch.empty(35))
         self.head.weight = self.embedding.weight
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
@@ -162,12 +162,15 @@ def train_bf16(steps: int, lr: float) -> dict[str, Any]:
                 parameter.grad = gradient.to(torch.bfloat16)
         master.reduce()
         optimizer.step()
+        before = master.communication.num_bytes
         master.publish()
+    published = master.communication.num_bytes - before
     pieces = master.pieces(master.shard)
     return {
         "weights": weights(model),
         "master": values(master.full()),
         "moment": values(master.full(optimizer.state[master.shard]["exp_avg"])),
+        "bytes_published": published,
         "size": pieces.size,
         "pieces": [(offset, piece.numpy()) for offset, piece in zip(pieces.offsets, pieces.tensors, strict=True)],
     }

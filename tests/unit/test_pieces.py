@@ -1,5 +1,6 @@
 """Pieces of a vector are saved and loaded by torch.distributed.checkpoint, cut otherwise if need be."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from rotexp.training.checkpoint import Checkpoints, load
 def cut(vector: Tensor, *bounds: int) -> Pieces:
     """Cut a vector at the bounds; empty pieces are left out."""
     edges = [0, *bounds, len(vector)]
-    cuts = [(start, vector[start:stop]) for start, stop in zip(edges, edges[1:], strict=False) if start < stop]
+    cuts = [(start, vector[start:stop]) for start, stop in pairwise(edges) if start < stop]
     return Pieces(len(vector), [start for start, _ in cuts], [piece for _, piece in cuts])
 
 

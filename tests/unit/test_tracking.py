@@ -12,10 +12,20 @@ import pytest
 import wandb
 
 from rotexp.config import Config, TrackerConfig, TrackerKind, WandbMode
-from rotexp.metrics.keys import METRICS, check_keys, wandb_pattern
+from rotexp.metrics.keys import METRICS, check_keys, find_metric
 from rotexp.tracking import files
 from rotexp.tracking import wandb as mirror
-from rotexp.tracking.files import MetricsFile, finite, read_summary, write_atomically, write_summary
+from rotexp.tracking.files import (
+    MetricsFile,
+    finite,
+    read_metrics,
+    read_summary,
+    revived,
+    truncate_metrics,
+    write_atomically,
+    write_summary,
+)
+from rotexp.tracking.naming import mirrored_config
 from rotexp.tracking.tracker import Trackers, open_trackers
 from rotexp.tracking.wandb import WandbMirror, resolve_mode
 
@@ -27,6 +37,18 @@ memory/peak_allocated_gib_max memory/peak_reserved_gib_min memory/peak_rss_gib_m
 throughput/tokens_per_s throughput/tokens_per_s_per_device time/step_s time/data_s time/sync_s
 comm/num_collectives comm/bytes sync/num_unshards sync/num_barriers eval/trained/perplexity eval/quantized/kl
 """
+PLAIN: dict[str, Any] = {
+    "seed": 0,
+    "model": {"name": "tiny", "path": None, "size": None},
+    "quant": {"name": "w4a4"},
+    "rotation": {"name": "learned"},
+    "sharding": {"strategy": "full"},
+    "sync_mode": {"mode": "off"},
+    "launch": {"kind": "auto"},
+    "tracker": {"kind": "wandb"},
+}
+"""As much of a configuration as W&B's names need; one written by an earlier version may have no more of the tracker."""
+
 OFFLINE = TrackerConfig(mode=WandbMode.offline, project="rotexp-tests")
 
 
@@ -53,7 +75,62 @@ def test_rows_are_appended_to_those_of_an_earlier_session(tmp_path: Path) -> Non
 
 def test_finite_goes_through_nested_values_and_leaves_the_rest() -> None:
     values = {"a": [1.0, math.nan], "b": {"c": (math.inf, True, None, "text", 3)}, 4: -math.inf}
-    assert finite(values) == {"a": [1.0, "nan"], "b": {"c": ["inf", True, None, "text", 3]}, "4": "-inf"}
+    plain = {"a": [1.0, "nan"], "b": {"c": ["inf", True, None, "text", 3]}, "4": "-inf"}
+    assert finite(values) == plain
+    back = revived(plain)
+    assert math.isnan(back["a"].pop())
+    assert back == {"a": [1.0], "b": {"c": [math.inf, True, None, "text", 3]}, "4": -math.inf}
+
+
+def written(folder: Path, *steps: int, tail: str = "") -> Path:
+    """Write a row a step, and some text after them; return the file."""
+    metrics = MetricsFile(folder)
+    for step in steps:
+        metrics.log({"train/loss": 0.1 * step, "train/lr": math.nan}, step=step)
+    metrics.finish({}, exit_code=0)
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text() + tail)
+    return path
+
+
+@pytest.mark.parametrize("tail", ["", '{"step": 9, "train/lo', "\0\0", '{"step"', "17"])
+def test_rows_after_a_step_and_a_last_line_cut_short_are_dropped(tmp_path: Path, tail: str) -> None:
+    path = written(tmp_path, 0, 1, 2, 3, 3, tail=tail)
+    whole = path.read_text().splitlines(keepends=True)
+    assert truncate_metrics(tmp_path, 2) == 3
+    assert path.read_text() == "".join(whole[:3])  # to the last digit
+    assert truncate_metrics(tmp_path, 2) == 2
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_there_may_be_no_rows_to_drop(tmp_path: Path) -> None:
+    assert truncate_metrics(tmp_path, 5) == -1
+    assert list(tmp_path.iterdir()) == []
+    written(tmp_path, 4)
+    assert truncate_metrics(tmp_path, -1) == 4
+    assert truncate_metrics(tmp_path, -1) == -1
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+    path = written(tmp_path, 1, tail='{"train/loss": 1}\n{"step": 2}\n')
+    before = path.read_text()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: is no row of metrics"):
+        truncate_metrics(tmp_path, 1)
+    assert path.read_text() == before
+
+
+def test_a_full_disk_leaves_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = written(tmp_path, 1, 2)
+    before = path.read_text()
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        truncate_metrics(tmp_path, 1)
+    assert path.read_text() == before
 
 
 def test_a_summary_is_read_back_and_replaced(tmp_path: Path) -> None:
@@ -127,14 +204,32 @@ def test_the_metric_names_of_the_contract_are_defined() -> None:
 def test_every_metric_has_one_definition_a_meaning_and_a_summary_wandb_knows() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     assert all(metric.meaning and metric.summary in {"min", "max", "mean", "last"} for metric in METRICS)
-    assert wandb_pattern(METRICS[0]) == "train/loss"
-    assert {wandb_pattern(metric) for metric in METRICS if "<" in metric.name} == {"memory/*", "time/*", "eval/*"}
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "summary"),
+    [
+        ("train/loss", "train/loss", "min,last"),
+        ("train/device_hours", "train/device_hours", "last"),
+        ("time/step_s", "time/step_s", "mean,last"),
+        ("time/merge_s", "time/<phase>_s", "last"),
+        ("memory/peak_rss_gib_max", "memory/peak_rss_gib_max", "max,last"),
+        ("memory/train/peak_rss_gib_max", "memory/<phase>/peak_rss_gib_max", "max,last"),
+        ("eval/trained/perplexity", "eval/<row>/perplexity", "min,last"),
+        ("eval/trained/top1_agreement", "eval/<row>/top1_agreement", "max,last"),
+    ],
+)
+def test_a_series_is_summarized_by_what_tells_most_of_it_and_its_last(key: str, name: str, summary: str) -> None:
+    metric = find_metric(key)
+    assert metric is not None
+    assert (metric.name, metric.wandb_summary) == (name, summary)
+    assert find_metric(f"{key}/extra") is None
 
 
 @pytest.mark.parametrize(("rank", "names"), [(0, ["MetricsFile"]), (1, [])])
 def test_only_rank_0_records(tmp_path: Path, rank: int, names: list[str]) -> None:
     config = Config(tracker=TrackerConfig(kind=TrackerKind.jsonl))
-    trackers = open_trackers(config, tmp_path, plain_config={}, rank=rank)
+    trackers = open_trackers(config, tmp_path, plain_config=PLAIN, rank=rank)
     assert [type(tracker).__name__ for tracker in trackers._trackers] == names
     assert (tmp_path / "metrics.jsonl").exists() is (rank == 0)
     trackers.finish({}, exit_code=0)
@@ -143,7 +238,7 @@ def test_only_rank_0_records(tmp_path: Path, rank: int, names: list[str]) -> Non
 def test_a_disabled_mirror_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wandb, "init", lambda **_: pytest.fail("W&B was opened"))
     config = Config(tracker=TrackerConfig(mode=WandbMode.disabled))
-    open_trackers(config, tmp_path, plain_config={}, rank=0).finish({}, exit_code=0)
+    open_trackers(config, tmp_path, plain_config=PLAIN, rank=0).finish({}, exit_code=0)
 
 
 class FakeRun:
@@ -154,21 +249,28 @@ class FakeRun:
         self.rows: list[tuple[int, dict[str, float]]] = []
         self.metrics: dict[str, str | None] = {}
         self.exit_codes: list[int] = []
+        self.artifacts: list[Any] = []
+        self.id = "run1"
         self._log = log
 
-    def define_metric(self, name: str, *, summary: str | None) -> None:
+    def define_metric(self, name: str, *, step_metric: str, step_sync: bool, summary: str | None) -> None:
+        assert (step_metric, step_sync) == ("_step", False)
+        assert name not in self.metrics
         self.metrics[name] = summary
 
     def log(self, row: dict[str, float], *, step: int) -> None:
         self._log()
         self.rows.append((step, row))
 
+    def log_artifact(self, artifact: Any) -> None:
+        self.artifacts.append(artifact)
+
     def finish(self, *, exit_code: int) -> None:
         self.exit_codes.append(exit_code)
 
 
 def open_mirror(folder: Path) -> WandbMirror:
-    return WandbMirror(OFFLINE, folder, plain_config={"seed": 0})
+    return WandbMirror(OFFLINE, folder, plain_config=PLAIN)
 
 
 def live(opened: WandbMirror) -> None:
@@ -204,10 +306,11 @@ def test_a_mirror_passes_everything_on(tmp_path: Path, monkeypatch: pytest.Monke
     assert [step for step, _ in run.rows] == [1, 2, 3]
     assert run.summary == {"status": "done", "loss": "nan"}
     assert run.exit_codes == [0]
-    assert run.metrics["train/loss"] == "min"
-    assert run.metrics["eval/*"] is None
-    assert (given["dir"], given["mode"], given["config"]) == (tmp_path, "offline", {"seed": 0})
-    assert given["name"] == tmp_path.name
+    assert run.metrics == {"train/loss": "min,last"}
+    assert run.artifacts == []  # there is no file of rotations
+    assert (given["dir"], given["mode"], given["config"]) == (tmp_path, "offline", mirrored_config(PLAIN))
+    assert given["name"] == "tiny-w4a4-learned-full-off-seed0"
+    assert (given["id"], given["resume"]) == (None, None)
 
 
 def test_a_failing_start_is_said_once_and_harms_nothing(
@@ -269,7 +372,7 @@ def test_the_other_trackers_get_every_row_while_the_mirror_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wandb, "init", lambda **_: FakeRun(log=fail))
-    trackers = open_trackers(Config(tracker=OFFLINE), tmp_path, plain_config={}, rank=0)
+    trackers = open_trackers(Config(tracker=OFFLINE), tmp_path, plain_config=PLAIN, rank=0)
     for step in (1, 2):
         trackers.log({"train/loss": 1.0}, step=step)
     trackers.finish({}, exit_code=0)
@@ -315,7 +418,7 @@ def test_an_offline_run_is_written_into_the_folder(
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    live(WandbMirror(TrackerConfig(mode=WandbMode.auto), folder, plain_config={"seed": 0, "model": {"name": "tiny"}}))
+    live(WandbMirror(TrackerConfig(mode=WandbMode.auto), folder, plain_config=PLAIN))
     (run_folder,) = (folder / "wandb").glob("offline-run-*")
     (record,) = run_folder.glob("*.wandb")
     assert record.stat().st_size > 0

@@ -20,10 +20,13 @@ from families import (
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rotexp.config import QuantConfig, RotationConfig, Trainable
+from rotexp.config import Config, ModelConfig, ModelSource, QuantConfig, RotationConfig, Trainable, TrainConfig
+from rotexp.finished_run import FinishedRun
 from rotexp.quant.fake import search_clip_ratios
 from rotexp.quant.spec import QuantSpec
+from rotexp.rebuild import merge_rebuilt, rebuild
 from rotexp.rotation.experts import RotatedExperts
+from rotexp.rotation.file import save_rotations
 from rotexp.rotation.invariance import check_merged, relative_error, trace
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.merge import merge, prepare
@@ -310,6 +313,78 @@ def test_what_was_trained_is_read_back(tmp_path: Path, name: str, params: Traina
     for quantize in (False, True):
         expected = logits(model, make_token_ids(), quantize=quantize)
         assert torch.equal(logits(other, make_token_ids(), quantize=quantize), expected)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])
+@pytest.mark.parametrize("params", OTHERS)
+def test_in_bfloat16_gradients_are_those_of_float32_rounded(name: str, params: Trainable) -> None:
+    quant, found = W4 if params is Trainable.rotations_and_scales else QuantConfig(), []
+    for dtype in (torch.bfloat16, torch.float32):
+        source = make_source(name, dtype=torch.bfloat16).to(dtype)
+        model = rotated(source, wanted(name, "r1"), quant, ready=False)
+        train_also(model, params)
+        prepare(model)
+        start_scales(model)
+        backward(model)
+        for key, gradient in gradients(model).items():
+            whole = key.startswith(("rotation_bank", "quantizer_scales"))
+            assert gradient.dtype == (torch.float32 if whole else dtype)
+        found.append(torch.cat([gradients(model)[key].float().flatten() for key in model.trained_names]))
+    assert torch.cosine_similarity(*found, dim=0) > (0.9 if params is Trainable.rotations_and_scales else 0.99)
+
+
+NAME = "llama with biases"
+
+
+def finished(folder: Path, params: Trainable, *, steps: int = 2) -> FinishedRun:
+    """Write a small Llama and what a run on it leaves, except the trained weights."""
+    make_source(NAME).save_pretrained(folder / "source")
+    source = ModelConfig(name="hf", source=ModelSource.hf, path=str(folder / "source"))
+    config = Config(model=source, quant=W4, rotation=wanted(NAME, "all"), train=TrainConfig(steps, params))
+    model = make(NAME, params, W4)
+    save_rotations(
+        folder / "rotations.safetensors",
+        model.bank.snapshot(),
+        placements=model.placements,
+        online=model.online,
+        facts={},
+    )
+    return FinishedRun(folder, config, {})
+
+
+@pytest.mark.parametrize("params", OTHERS)
+def test_a_finished_run_is_rebuilt_with_what_it_trained(tmp_path: Path, params: Trainable) -> None:
+    run, trained = finished(tmp_path, params), make(NAME, params, W4)
+    start_scales(trained)
+    move(trained)
+    saved(trained, tmp_path / "weights.safetensors")
+    rebuilt = rebuild(run)
+    assert merge_rebuilt(rebuilt) <= 1e-5
+    assert not any(parameter.requires_grad for parameter in rebuilt.model.network.parameters())
+    expected = logits(trained, make_token_ids())
+    assert relative_error(expected, logits(rebuilt.model, make_token_ids())) <= 1e-5
+    merge(trained)
+    modules = zip(trained.rotated_modules, rebuilt.model.rotated_modules, strict=True)
+    for mine, theirs in ((one.weight_quantizers, other.weight_quantizers) for one, other in modules):
+        for own, quantizer in mine.items():
+            assert quantizer.ratios is theirs[own].ratios is None or torch.equal(quantizer.ratios, theirs[own].ratios)
+
+
+def test_a_run_of_no_steps_has_trained_nothing(tmp_path: Path) -> None:
+    rebuilt = rebuild(finished(tmp_path, Trainable.all, steps=0))
+    assert rebuilt.trained is None
+    assert merge_rebuilt(rebuilt) <= 1e-5
+    expected = make_source(NAME)(make_token_ids()).logits
+    assert relative_error(expected, logits(rebuilt.model, make_token_ids())) <= 1e-5
+
+
+def test_a_run_whose_trained_weights_are_gone_or_others_is_refused(tmp_path: Path) -> None:
+    run = finished(tmp_path, Trainable.rotations_and_norms)
+    with pytest.raises(ValueError, match=r"run=.*: weights\.safetensors is missing, and it trained rotations_and_norm"):
+        rebuild(run)
+    saved(make(NAME, Trainable.all), tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match=r"weights\.safetensors: lm_head\.weight is not trained here; .* and 24 more"):
+        rebuild(run)
 
 
 NORM = "model.norm.weight"

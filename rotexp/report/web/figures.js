@@ -12,6 +12,8 @@ const LINES = { gridcolor: "#e4e8ec", zerolinecolor: "#c4ccd4", linecolor: "#b9c
 const OPTIONS = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
 const chosen = (id) => document.getElementById(id).value;
 
+const crowded = (runs) => runs.length > 24;
+
 function draw(name, traces, { x, y, caption, runs, ...layout }) {
   const axes = { xaxis: { ...LINES, ...x }, yaxis: { ...LINES, ...y } };
   const empty = traces.length ? [] : [{ text: "no run shown has this figure", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }];
@@ -29,12 +31,12 @@ function commandsOf(runs) {
 }
 
 function showLegend(runs) {
-  const shown = new Map();
-  for (const run of runs) if (!shown.has(run.setting)) shown.set(run.setting, styleOf(run).color);
-  const entries = [...shown].map(([setting, color]) => element("li", {}, swatch(color, "solid"), setting));
-  const seeds = DATA.seed ? SEEDS.map((seed) => runs.find((run) => run.axes[DATA.seed] === seed)).filter(Boolean) : [];
-  entries.push(...seeds.map((run) => element("li", {}, swatch("#5c6875", styleOf(run).dash), `seed ${run.axes[DATA.seed]}`)));
-  document.querySelector("#legend ul").replaceChildren(...(SETTINGS.length <= COLORS.length ? entries : entries.slice(0, shown.size)));
+  const shown = new Map(runs.map((run) => [colorValue(run, colored.by), styleOf(run).color]));
+  const values = [...shown].map(([value, color]) => element("li", {}, swatch(color, "solid"), value || "(none)"));
+  const seedsAlike = DATA.seed && colorValues(colored.by).length <= COLORS.length;
+  const firsts = seedsAlike ? SEEDS.map((seed) => runs.find((run) => run.axes[DATA.seed] === seed)).filter(Boolean) : [];
+  const seeds = firsts.map((run) => element("li", {}, swatch("#5c6875", styleOf(run).dash), `seed ${run.axes[DATA.seed]}`));
+  document.querySelector("#legend ul").replaceChildren(...values, ...seeds);
 }
 
 function swatch(color, dash) {
@@ -61,14 +63,14 @@ function drawCurve(name, runs, { metric, over, scale }) {
       customdata: points.map((value, index) => [showNumber(value), steps[index]]),
       name: plotText(labelOf(run)),
       mode: steps.length > 60 ? "lines" : "lines+markers",
-      line: { color, dash, width: 2 },
+      line: { color, dash, width: crowded(shown) ? 1 : 2 },
       marker: { symbol, size: 6 },
       hovertemplate: "%{customdata[0]} at step %{customdata[1]}<extra>%{fullData.name}</extra>",
     };
   });
   const { unit, meaning } = DATA.metrics[metric] ?? { unit: "", meaning: "" };
   const caption = `${metric}: ${meaning || "not in the registry of metrics"}.${thinnedText(shown, metric)}${notFinite(shown, metric)}`;
-  draw(name, traces, { x: { title: { text: CLOCKS[over] } }, y: { title: { text: withUnit(metric, unit) }, ...axis.layout }, caption, runs: shown });
+  draw(name, traces, { x: { title: { text: CLOCKS[over] } }, y: { title: { text: withUnit(metric.split("/").pop(), unit) }, ...axis.layout }, caption, runs: shown });
 }
 
 function thinnedText(runs, metric) {
@@ -99,8 +101,8 @@ function drawMemory(runs) {
       x: single ? [name] : phases,
       y: highest,
       name,
-      error_y: { type: "data", symmetric: false, array: highest.map(() => 0), arrayminus: highest.map((value, index) => value - lowest[index]), thickness: 1.5, width: 3 },
-      marker: { color, pattern: { shape: pattern, fgcolor: "#fff", size: 6, solidity: 0.25 } },
+      error_y: { type: "data", symmetric: false, array: highest.map(() => 0), arrayminus: highest.map((value, index) => value - lowest[index]), thickness: 1.5, width: crowded(shown) ? 0 : 3 },
+      marker: { color, pattern: { shape: crowded(shown) ? "" : pattern, fillmode: "overlay", fgcolor: "#fff", size: 6, solidity: 0.25 } },
       customdata: highest.map((value, index) => [showNumber(value), showNumber(lowest[index])]),
       hovertemplate: "%{customdata[0]} GiB, rank with least %{customdata[1]}<extra>%{fullData.name}</extra>",
     };

@@ -34,6 +34,11 @@ function makeControls() {
   const metrics = Object.keys(DATA.metrics);
   const select = fillSelect("curve-metric", metrics.map((key) => [key, withUnit(key, DATA.metrics[key].unit)]), redraw(drawCurves));
   select.value = metrics.includes("train/loss") ? "train/loss" : metrics[0] ?? "";
+  const recolor = () => {
+    colored.by = chosen("color-by");
+    changed();
+  };
+  fillSelect("color-by", colorings().map((name) => [name, name]), recolor).value = colored.by;
   for (const id of ["curve-over", "curve-scale"]) document.getElementById(id).addEventListener("change", redraw(drawCurves));
   const has = (figure) => DATA.runs.some((run) => PHASES.some((phase) => `${figure}_max` in (run.memory[phase] ?? {})));
   fillSelect("memory-figure", Object.entries(MEMORY_FIGURES).filter(([figure]) => has(figure)), redraw(drawMemory));

@@ -52,26 +52,31 @@ function filterButton(name, value, changed) {
 }
 
 function makeHead(changed) {
-  const columns = [["run", "run"], ["status", "status"], ...DATA.axes.map((name) => [name, name])].map(([key, text]) => ({ key, text }));
-  columns.push(...DATA.figures.map((figure) => ({ key: figure.key, text: figure.label, figure })));
-  const heads = columns.map(({ key, text, figure }) => {
-    const sort = () => {
-      const same = state.sort.column === key;
-      state.sort = { column: key, direction: same ? -state.sort.direction : figure?.better === "higher" ? -1 : 1 };
-      changed();
-    };
-    const unit = figure?.unit ? [element("span", { class: "unit" }, figure.unit)] : [];
-    const title = figure ? figure.meaning : "";
-    return element("th", { scope: "col", "data-column": key, class: figure ? "number" : "", title }, element("button", { type: "button", onclick: sort }, text), ...unit);
-  });
-  document.querySelector("#summary thead").append(element("tr", {}, ...heads));
+  const columns = ["run", "status", ...DATA.axes].map((key) => ({ key, text: key, below: "", meaning: "" }));
+  for (const column of columns) {
+    const [, group, name] = column.key.match(/^(.*)\.([^.]+)$/) ?? [null, "", column.key];
+    Object.assign(column, { text: name, below: group && `of ${group}` });
+  }
+  columns.push(...DATA.figures.map(({ key, label, unit, meaning, better }) => ({ key, text: label, below: unit, meaning, better, number: true })));
+  document.querySelector("#summary thead").append(element("tr", {}, ...columns.map((column) => headOf(column, changed))));
+}
+
+function headOf({ key, text, below, meaning, better, number }, changed) {
+  const sort = () => {
+    const same = state.sort.column === key;
+    state.sort = { column: key, direction: same ? -state.sort.direction : better === "higher" ? -1 : 1 };
+    changed();
+  };
+  const button = element("button", { type: "button", onclick: sort }, text);
+  const note = below ? [element("span", { class: "below" }, below)] : [];
+  return element("th", { scope: "col", "data-column": key, class: number ? "number" : "", title: meaning || key }, button, ...note);
 }
 
 function bestValues(runs) {
   const best = {};
   for (const { key, better } of DATA.figures) {
     const values = runs.filter((run) => run.status === "done").map((run) => run.figures[key]).filter(Number.isFinite);
-    if (better && values.length > 1) best[key] = better === "lower" ? Math.min(...values) : Math.max(...values);
+    if (better && new Set(values).size > 1) best[key] = better === "lower" ? Math.min(...values) : Math.max(...values);
   }
   return best;
 }

@@ -2,7 +2,7 @@
 "use strict";
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"];
+const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5d5d5d"];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross"];
 const PATTERNS = ["", "/", "x", ".", "-"];
@@ -64,12 +64,32 @@ function compareValues(first, second, direction) {
   return direction * (Number.isNaN(a) ? String(first).localeCompare(String(second), "en", { numeric: true }) : a - b);
 }
 
-const SETTINGS = [...new Set(DATA.runs.map((run) => run.setting))];
+const SETTING = "setting";
 const SEEDS = [...new Set(DATA.runs.map((run) => run.axes[DATA.seed] ?? ""))];
+const colored = { by: firstColoring() };
 
-// A setting has a color in every figure; seeds, and settings beyond the colors, differ by line, mark and pattern.
+// What runs may be colored by: their setting, or one axis of it.
+function colorings() {
+  return [SETTING, ...DATA.axes.filter((name) => name !== DATA.seed)];
+}
+
+function colorValue(run, by) {
+  return by === SETTING ? run.setting : run.axes[by];
+}
+
+function colorValues(by) {
+  return [...new Set(DATA.runs.map((run) => colorValue(run, by)))];
+}
+
+// The one that tells most runs apart by colors that do not recur.
+function firstColoring() {
+  const told = (by) => (colorValues(by).length <= COLORS.length ? colorValues(by).length : 0);
+  return colorings().reduce((best, by) => (told(by) > told(best) ? by : best));
+}
+
+// Colors are the same in every figure; seeds, and values beyond the colors, differ by line, mark and pattern.
 function styleOf(run) {
-  const place = SETTINGS.indexOf(run.setting);
+  const place = colorValues(colored.by).indexOf(colorValue(run, colored.by));
   const variant = SEEDS.indexOf(run.axes[DATA.seed] ?? "") + Math.floor(place / COLORS.length);
   const pick = (choices) => choices[variant % choices.length];
   return { color: COLORS[place % COLORS.length], dash: pick(DASHES), symbol: pick(SYMBOLS), pattern: pick(PATTERNS) };

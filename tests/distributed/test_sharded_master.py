@@ -70,6 +70,7 @@ def test_bf16_weights_follow_their_master_bit_for_bit(bf16_ranks: list[dict[str,
     assert_equal(bf16_ranks[0]["master"], expected)
     for found in bf16_ranks:
         assert_equal(found["weights"], as_bf16(expected))
+        assert found["bytes_published"] == 2 * -(-SIZE // len(bf16_ranks)), "they travel in bf16"
 
 
 def test_updates_below_the_resolution_of_bf16_move_its_weights(bf16_ranks: list[dict[str, Any]]) -> None:
