@@ -56,9 +56,10 @@ class Command:
         finally:
             _remove_if_empty(folder)
         if self.codes[-1] > SIGNALLED:
-            ask_for_requeue()
+            if self.codes[-1] != SIGNALLED + signal.SIGINT:
+                ask_for_requeue()
             sys.exit(self.codes[-1])
-        return None if self.sweep is None else optimized_metric(composed, folder)
+        return None if self.sweep is None else optimized_metric(folder, composed.sweep.optimized_metric)
 
     def refuse(self, reason: str) -> None:
         """Say in one line what was wrong with the request."""

@@ -11,34 +11,31 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from rich.console import Console
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rotexp.compose import config_digest, to_plain
-from rotexp.config import Config, RotationInit
+from rotexp.config import Config
 from rotexp.inputs import Inputs
+from rotexp.measurements import Measurements
 from rotexp.metrics.profiler import StepProfiler
-from rotexp.metrics.quality import Quality, evaluate
-from rotexp.metrics.rotations import rotation_metrics
+from rotexp.metrics.rotations import rotation_metrics, rotation_rows
 from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model, checkpoint_layers, summarize_model
 from rotexp.models.materialize import materialize
 from rotexp.resumed import Resumed
-from rotexp.rotation.file import replacing, save_rotations
 from rotexp.rotation.invariance import PROOF_TOKENS, check_invariance, check_merged, trace
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel, start_from_file
-from rotexp.rotation.placement import BANK, place
+from rotexp.rotation.placement import place
 from rotexp.rotation.trainable import start_scales, train_also
+from rotexp.run_files import origin, save_run_files
 from rotexp.sharding.communication import Communication
-from rotexp.sharding.ema import ShardedEMA
 from rotexp.sharding.digest import weights_digest
-from rotexp.sharding.state_dicts import full_state
-from rotexp.sharding.strategies import precision_policy, shard
+from rotexp.sharding.strategies import EffectiveSharding, precision_policy, shard
 from rotexp.signals import StopRequest
 from rotexp.sync.guard import GuardCounts, UnshardGuard, install
 from rotexp.targets import build
-from rotexp.tracking.console import TrainingProgress, profile_table, results_table
+from rotexp.tracking.console import StartUp, TrainingProgress, profile_table, results_table, startup_panel
 from rotexp.tracking.files import finite, truncate_metrics, write_summary
 from rotexp.tracking.phases import Phases
 from rotexp.tracking.summary import train_summary, versions
@@ -46,12 +43,9 @@ from rotexp.tracking.tracker import open_trackers
 from rotexp.training.checkpoint import Checkpoints
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.loop import train
-from rotexp.training.objectives import Teacher
 from rotexp.training.state import TrainingState
-from rotexp.training.teacher import load_teacher
 
-WEIGHTS_FILE = "weights.safetensors"
-"""What was trained beside rotations, before the merge."""
+PHASES = ("load", "shard", "baseline", "prepare", "hadamard", "train", "average", "save", "merge", "evaluate")
 
 
 class Experiment:
@@ -80,11 +74,22 @@ class Experiment:
             run_id=self.resumed.run_id,
             logged_to=truncate_metrics(folder, self.step) if accelerator.is_main_process else -1,
         )
-        self.phases = Phases(device=self.device, communication=self.communication, log=self.log)
+        steps = config.train.steps
+        self.progress = TrainingProgress(self.console, steps=steps, done=self.step, phases=PHASES)
+        self.phases = Phases(
+            device=self.device, communication=self.communication, log=self.log, begin=self.progress.phase
+        )
         self.summary: dict[str, Any] = {"status": "running", "error": None}
         self.guard: UnshardGuard | None = None
-        self.evaluation: dict[str, Any] = {"protocol": inputs.protocol} | self.resumed.evaluation
-        self.teacher: Teacher | None = None
+        self.measurements = Measurements(
+            config,
+            inputs,
+            communication=self.communication,
+            device=self.device,
+            ranks_per_node=self.ranks_per_node,
+            known=self.resumed.evaluation,
+            log=self.log,
+        )
 
     def run(self) -> None:
         """Run every phase; on rank 0 print the table and write the summary.
@@ -92,7 +97,7 @@ class Experiment:
         Raises:
             PhaseError: a phase failed; trackers are closed as failed.
         """
-        with ExitStack() as on_failure:
+        with self.progress, ExitStack() as on_failure:
             on_failure.callback(lambda: self.tracker.finish(self.summary, exit_code=1))
             on_failure.callback(self.remove_guard)
             with self.phases("load"):
@@ -100,22 +105,25 @@ class Experiment:
             with self.phases("shard"):
                 self.shard(model)
             with self.phases("baseline"):
-                self.measure_as_it_comes(model)
+                self.measurements.as_it_comes(model)
             with self.phases("prepare"):
                 self.prepare(model)
             with self.phases("hadamard"):
-                self.measure_hadamard(model)
+                if obstacle := self.measurements.hadamard(model):
+                    self.console.print(obstacle, soft_wrap=True)
             with self.phases("train"):
                 state = self.train(model)
             if state.ema is not None and state.step:
                 with self.phases("average"):
-                    self.measure_average(model, state.ema)
+                    self.measurements.average(model, state.ema)
             with self.phases("save"):
-                rotations = self.save(model, state)
+                rotations = model.bank.snapshot()
+                facts = origin(self.config, self.inputs.checkpoint)
+                save_run_files(self.folder, model, state, facts=facts, communication=self.communication)
             with self.phases("merge"):
                 self.merge(model)
             with self.phases("evaluate"):
-                self.measure_result(model)
+                self.measurements.trained(model)
             on_failure.pop_all()
             self.remove_guard()
         self.finish(state, rotations)
@@ -167,11 +175,26 @@ class Experiment:
             ignored = model.unsharded
             self.base = weights_digest(model.network, communication=self.communication, ignored=ignored)
         self.summary["sharding"] = {"strategy": self.config.sharding.strategy.name, "effective": asdict(effective)}
-        self.console.print(f"{self.config.sharding.strategy.name}: {effective.line()}", highlight=False, soft_wrap=True)
+        self.console.print(startup_panel(self.start_up(model, effective)))
         if self.guard is not None:
             groups, mode = self.guard.num_groups, self.config.sync_mode.mode.name
             name = self.inputs.checkpoint.identity
             self.console.print(f"sync_mode={mode}: {groups} parameter groups of {name} are guarded", soft_wrap=True)
+
+    def start_up(self, model: RotatedModel, effective: EffectiveSharding) -> StartUp:
+        """Return what a person wants to know before the run has cost anything."""
+        rotations = sum(matrix.numel() for matrix in model.bank.parameters())
+        simulated = self.config.sharding.sim_world
+        mark = "" if simulated is None else f", as rank 0 of a simulated world of {simulated}: not a real training"
+        return StartUp(
+            model=self.inputs.checkpoint.identity,
+            parameters=sum(parameter.numel() for parameter in model.network.parameters()) - rotations,
+            sharding=f"{self.config.sharding.strategy.name}: {effective.line()}{mark}",
+            devices=f"{self.communication.world_size} x {self.device.type}",
+            tokens_per_step=self.tokens_per_step,
+            steps=self.config.train.steps - self.step,
+            folder=self.folder,
+        )
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -200,26 +223,6 @@ class Experiment:
         held: torch.dtype = getattr(torch, self.config.model.dtype.name)
         return precision_policy(self.config.sharding).param_dtype or held
 
-    def measure_as_it_comes(self, model: RotatedModel) -> None:
-        """Measure the model as its checkpoint has it, norm gains not folded: float, and quantized without rotation."""
-        if "quantized" in self.evaluation:
-            return
-        with model.mode.set(rotate=False, quantize=True):
-            quantized, reference = self.evaluate(model)
-        self.record("float", reference)
-        self.record("quantized", quantized)
-
-    def measure_hadamard(self, model: RotatedModel) -> None:
-        """Measure the quantized model under random Hadamard rotations."""
-        if "hadamard" in self.evaluation:
-            return
-        if missing := model.orders_without_hadamard():
-            self.console.print(f"no random Hadamard row: order {missing[0]} has no Hadamard matrix", soft_wrap=True)
-        elif len(model.bank) or model.online:
-            start = model.starts(RotationInit.hadamard, seed=self.config.seed)
-            with model.bank.holding(start), model.mode.set(rotate=True, quantize=True):
-                self.record("hadamard", self.evaluate(model)[0])
-
     def train(self, model: RotatedModel) -> TrainingState:
         """Train what is to be trained, from the first step or a checkpoint's on."""
         config = self.config
@@ -235,7 +238,7 @@ class Experiment:
         for note in self.resumed.load(state, base=self.base, communication=self.communication):
             self.console.print(f"resume: {note}", highlight=False, soft_wrap=True)
         if build(config.objective).distills:
-            self.load_teacher()
+            self.measurements.load_teacher()
         checkpoints = Checkpoints(
             self.folder,
             keep=config.train.keep_checkpoints,
@@ -247,25 +250,21 @@ class Experiment:
             if config.sharding.sim_world is None:
                 checkpoints.save(state.step, state.tensors(), facts=self.facts(state))
 
-        with ExitStack() as stack:
-            progress = stack.enter_context(TrainingProgress(self.console, steps=config.train.steps))
-            profiler = self.profiler(config.train.steps - state.step)
-            if profiler is not None:
-                stack.enter_context(profiler)
+        def log(step: int, row: dict[str, float]) -> None:
+            self.step = step
+            row |= {f"memory/{figure}": value for figure, value in self.phases.spread().items()}
+            self.log(row)
+            self.progress.show(step, row)
 
-            def log(step: int, row: dict[str, float]) -> None:
-                self.step = step
-                memory = {f"memory/{figure}": value for figure, value in self.phases.spread().items()}
-                self.log(row | memory)
-                progress.show(step, row)
-
+        profiler = self.profiler(config.train.steps - state.step)
+        with profiler or nullcontext():
             train(
                 state,
                 self.inputs.calibration,
                 config,
                 accelerator=self.accelerator,
                 communication=self.communication,
-                teacher=lambda token_ids: self.reference(model, token_ids),
+                teacher=self.measurements.reference(model),
                 log=log,
                 save=save,
                 stop=self.stop,
@@ -281,43 +280,20 @@ class Experiment:
         """Return what a checkpoint of this run holds beside tensors."""
         facts = {
             "state": state.facts(),
-            "evaluation": self.evaluation,
+            "evaluation": self.measurements.rows,
             "config": to_plain(self.config),
             "base": {"model": self.inputs.checkpoint.identity, "digest": self.base},
             "tracker": {"run_id": self.tracker.run_id},
             "versions": versions(),
         }
-        return finite(facts)
-
-    def load_teacher(self) -> None:
-        """Read the float model once more, if training changes the one that there is."""
-        if self.teacher is None and self.config.train.params.weights and self.config.train.steps:
-            self.teacher = load_teacher(
-                self.inputs.checkpoint,
-                self.config,
-                device=self.device,
-                world_size=self.communication.world_size,
-                ranks_per_node=self.ranks_per_node,
-            )
-
-    def reference(self, model: RotatedModel, token_ids: Tensor) -> Tensor:
-        """Return the float model's logits (batch, tokens, vocabulary)."""
-        if self.teacher is not None:
-            return self.teacher(token_ids)
-        with torch.no_grad(), model.mode.set(rotate=False, quantize=False):
-            return model.logits(token_ids)
+        kept: dict[str, Any] = finite(facts)
+        return kept
 
     def profiler(self, steps: int) -> StepProfiler | None:
         """Return what profiles the steps, if that is asked for."""
         if not self.config.profile:
             return None
         return StepProfiler(self.folder, rank=self.communication.rank, steps=steps)
-
-    def measure_average(self, model: RotatedModel, ema: ShardedEMA) -> None:
-        """Measure the model with the averages of what was trained."""
-        self.load_teacher()
-        with ema.applied(), model.mode.set(rotate=True, quantize=True):
-            self.record("average", self.evaluate(model)[0])
 
     def merge(self, model: RotatedModel) -> None:
         """Bake the rotations into the weights, and prove that the float model is what it was."""
@@ -327,84 +303,24 @@ class Experiment:
         merge(model)
         check_merged(before, model, self.proof_tokens, dtype=self.compute_dtype)
 
-    def measure_result(self, model: RotatedModel) -> None:
-        """Measure the merged model."""
-        self.load_teacher()
-        with model.mode.set(rotate=True, quantize=True):
-            self.record("trained", self.evaluate(model)[0])
-
-    def evaluate(self, model: RotatedModel) -> tuple[Quality, Quality]:
-        """Measure the model in its present mode, and the float model, on the held-out windows."""
-        model.refresh_quantizers()
-        whole = self.config.sharding.strategy.keeps_weights_whole
-        with nullcontext() if not whole else model.reusing_weights():
-            return evaluate(
-                model.logits,
-                lambda token_ids: self.reference(model, token_ids),
-                self.inputs.evaluation,
-                batch=self.config.evaluation.micro_batch_size,
-                device=self.device,
-                rank=self.communication.rank,
-                world_size=self.communication.world_size,
-                collect=self.communication.reduce_,
-            )
-
-    def record(self, row: str, quality: Quality) -> None:
-        """Keep a variant's figures for the summary, and log them."""
-        self.evaluation[row] = asdict(quality)
-        self.log({f"eval/{row}/{figure}": value for figure, value in asdict(quality).items()})
-
-    def save(self, model: RotatedModel, state: TrainingState) -> dict[str, Tensor]:
-        """Write the rotations, the last, the best and the averaged, and the trained weights; return the last."""
-        last = model.bank.snapshot()
-        files = {"rotations": last}
-        if state.step and state.rotations:
-            files["rotations_best"] = state.best
-        if state.ema is not None and state.step:
-            averaged = state.ema.rotations()
-            files["rotations_average"] = {name.removeprefix(f"{BANK}."): matrix for name, matrix in averaged.items()}
-        for name, rotations in files.items():
-            if self.accelerator.is_main_process:
-                save_rotations(
-                    self.folder / f"{name}.safetensors",
-                    rotations,
-                    placements=model.placements,
-                    online=model.online,
-                    facts=self.origin(),
-                )
-        if state.names and self.config.sharding.sim_world is None:
-            weights = full_state(state.weights(), communication=self.communication)
-            weights |= state.master.full() if state.master is not None else {}
-            if self.accelerator.is_main_process:
-                with replacing(self.folder / WEIGHTS_FILE) as aside:
-                    save_file(weights, aside, metadata={key: str(value) for key, value in self.origin().items()})
-        return last
-
-    def origin(self) -> dict[str, Any]:
-        """Return what a file of this run says of where it comes from."""
-        simulated = self.config.sharding.sim_world
-        return {
-            "seed": self.config.seed,
-            "config_digest": config_digest(self.config),
-            "model": self.inputs.checkpoint.identity,
-            "revision": self.inputs.checkpoint.revision or "",
-            "dtype": self.config.model.dtype.name,
-        } | ({} if simulated is None else {"simulated_world": simulated})
-
     def finish(self, state: TrainingState, rotations: dict[str, Tensor]) -> None:
         """Complete the summary, close the trackers, print what the run found."""
         drift, result = rotation_metrics(rotations, rotations), state.result
+        divergence = result.divergence
         simulated = self.config.sharding.sim_world
         self.summary |= {
             "status": "done",
             "world_size": self.communication.world_size,
             "model": summarize_model(self.config.model, self.inputs.checkpoint),
-            "train": train_summary(result, self.evaluation, world_size=self.communication.world_size),
-            "evaluation": self.evaluation,
+            "train": train_summary(result, self.measurements.rows, world_size=self.communication.world_size),
+            "evaluation": self.measurements.rows,
             "memory": self.phases.memory,
             "throughput": {"tokens_per_s": self.tokens_per_step * len(result.losses) / max(result.seconds, 1e-9)},
             "time": self.phases.seconds,
-            "replica": {"max_abs_diff": result.divergence.max_abs_diff},
+            "replica": {"max_abs_diff": divergence.max_abs_diff},
+            "rotations": rotation_rows(
+                rotations, state.start, divergence=dict.fromkeys(divergence.names, divergence.max_abs_diff)
+            ),
             "rotation": {key.split("/")[1]: drift[key] for key in drift if "orthogonality" in key},
             "sync": self.sync_summary(),
             "versions": versions(),
@@ -416,7 +332,7 @@ class Experiment:
             quant, rotation = self.config.quant.name, self.config.rotation.name
             title = f"{self.inputs.checkpoint.identity}, quant={quant}, rotation={rotation}"
             title += "" if simulated is None else f" (rank 0 of a simulated world of {simulated}: not a real training)"
-            self.console.print(results_table(self.evaluation, title=title, trained=bool(result.losses)))
+            self.console.print(results_table(self.measurements.rows, title=title, trained=bool(result.losses)))
             self.console.print(f"run folder: {self.folder}", highlight=False, soft_wrap=True)
 
     def remove_guard(self) -> None:

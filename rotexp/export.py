@@ -17,8 +17,8 @@ from rotexp.config import ExportConfig, ExportDtype, ExportFormat, ExportOptions
 from rotexp.finished_run import FinishedRun, read_finished_run
 from rotexp.folders import check_free, complete_folder
 from rotexp.launch.outer import is_first
-from rotexp.launch.signals import Interrupted, interruptible
 from rotexp.launch.start import is_out_of_memory
+from rotexp.signals import Interrupted, interruptible
 from rotexp.wrong_request import Vocabulary
 
 if TYPE_CHECKING:
@@ -98,6 +98,11 @@ def _check_requirements(rebuilt: Rebuilt, options: ExportOptions) -> None:
     """
     if options.format is ExportFormat.r_bin and not rebuilt.loaded.matrices:
         raise ValueError("export.format=r_bin: this run has no rotations; set export.format=checkpoint")
+    if options.format is ExportFormat.r_bin and rebuilt.trained is not None:
+        raise ValueError(
+            "export.format=r_bin: more than rotations was trained, which R.bin does not hold; set "
+            "export.format=checkpoint"
+        )
     if options.format is ExportFormat.checkpoint and (added := sorted(rebuilt.model.added)):
         raise ValueError(
             f"export.format=checkpoint: the merged model has {len(added)} parameters that the plain one lacks (such as "
@@ -128,6 +133,7 @@ def _manifest(run: FinishedRun, rebuilt: Rebuilt, options: ExportOptions) -> dic
         },
         "must_run": rebuilt.must_run,
         "trained_for": plain["quant"],
+        "trained": run.config.train.params.name,
     }
 
 
@@ -149,6 +155,7 @@ def _write_checkpoint(run: FinishedRun, rebuilt: Rebuilt, options: ExportOptions
         tokenizer=load_tokenizer(checkpoint),
         generation_config=generation_file(checkpoint),
         manifest=_manifest(run, rebuilt, options) | {"dtype": dtype},
+        clip_ratios=rebuilt.model.scales.ratios() if rebuilt.model.scales else None,
         source_shapes=checkpoint.weights.shapes(),
         max_shard_size=options.max_shard_size,
     )

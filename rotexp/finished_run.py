@@ -16,6 +16,8 @@ from rotexp.tracking.files import SUMMARY_FILE, read_summary
 
 CONFIG_FILE = "config.resolved.yaml"
 ROTATIONS_FILE = "rotations.safetensors"
+WEIGHTS_FILE = "weights.safetensors"
+"""What was trained beside rotations, as it was before the merge."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotexp.finished_run import FinishedRun
+from rotexp.finished_run import WEIGHTS_FILE, FinishedRun
 from rotexp.models.arch import find_spec
 from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.load import build_model, open_checkpoint
@@ -22,9 +22,6 @@ from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.placement import place
 from rotexp.rotation.trainable import check_trained, load_trained, train_also
-
-WEIGHTS_FILE = "weights.safetensors"
-"""Where in its folder a run keeps what it trained beside rotations: whole, prepared, not merged."""
 
 
 @dataclass(frozen=True)

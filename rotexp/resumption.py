@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from rotexp.checkpoint_folder import find_checkpoint
 from rotexp.config import Config
 from rotexp.tracking.files import SUMMARY_FILE, read_summary
-from rotexp.checkpoint_folder import find_checkpoint
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
@@ -69,5 +70,7 @@ class RecordingSweeper(BasicSweeper):
         try:
             if planned.right:
                 launcher.launch(planned.right, initial_job_idx=first)
+        except Exception as error:  # whatever a scheduler raises when it refuses, or a job of it fails
+            sys.stderr.write(f"rotexp: the scheduler: {type(error).__name__}: {' '.join(str(error).split())}\n")
         finally:
             self.planner.read(planned)

@@ -6,7 +6,6 @@ import atexit
 import ctypes
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -16,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -27,7 +25,7 @@ from rotexp.config import Config
 from rotexp.inputs import Inputs
 from rotexp.launch.outer import adopt
 from rotexp.launch.rank import run_rank
-from rotexp.signals import SAVING, Interrupted
+from rotexp.signals import Interrupted
 
 _PR_SET_PDEATHSIG = 1
 
@@ -71,6 +69,7 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
         run: what a rank does with the configuration, the inputs, that folder and its place in the world, in torchrun's
             variables; it returns the rank's exit code.
     """
+    inputs.checkpoint.weights.release()
     with _settings(config, nproc=nproc) as (settings, _):
         try:
             elastic_launch(settings, _run_as_part)(run, config, inputs, folder)

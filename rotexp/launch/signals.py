@@ -1,1 +1,0 @@
-from rotexp.signals import Interrupted, StopRequest, interruptible  # moved; removed once nobody imports it

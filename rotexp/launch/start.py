@@ -14,8 +14,8 @@ from typing import Any
 from rotexp.compose import resolved_yaml
 from rotexp.config import MINIMUM_WORLD, Config, LaunchKind, SyncMode
 from rotexp.launch.outer import adopt, is_first
-from rotexp.signals import Interrupted, interruptible
 from rotexp.resumption import Resumption, find_resumption
+from rotexp.signals import Interrupted, interruptible
 from rotexp.tracking.files import read_summary, write_atomically, write_summary
 from rotexp.validation import validate_world
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rotexp.folders import complete_folder
@@ -20,6 +21,7 @@ from rotexp.models.checkpoint import Checkpoint, SafetensorsWeights, safetensors
 from rotexp.models.hf_config import QUANTIZED_KEYS
 
 MANIFEST_FILE = "rotexp_manifest.json"
+CLIP_RATIOS_FILE = "clip_ratios.safetensors"
 GENERATION_FILE = "generation_config.json"
 
 
@@ -32,6 +34,7 @@ def save_checkpoint(
     tokenizer: Any = None,
     generation_config: Path | None = None,
     manifest: Mapping[str, Any] | None = None,
+    clip_ratios: Mapping[str, Tensor] | None = None,
     source_shapes: Mapping[str, tuple[int, ...]] | None = None,
     max_shard_size: str = "5GB",
 ) -> None:
@@ -45,6 +48,7 @@ def save_checkpoint(
         tokenizer: a Hugging Face tokenizer.
         generation_config: a file that is copied as it is (None: transformers makes one from the config).
         manifest: becomes `rotexp_manifest.json`.
+        clip_ratios: learned for the quantizer of each weight, (..., outputs, groups); become `clip_ratios.safetensors`.
         source_shapes: shapes in the source's files; those of the same names must come out equal.
         max_shard_size: of one file of weights.
 
@@ -67,6 +71,8 @@ def save_checkpoint(
             shutil.copyfile(generation_config, aside / GENERATION_FILE)
         if manifest is not None:
             (aside / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        if clip_ratios:
+            save_file(dict(clip_ratios), aside / CLIP_RATIOS_FILE)
 
 
 def plain_model(config: Any, *, dtype: torch.dtype) -> Any:

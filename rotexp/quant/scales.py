@@ -23,6 +23,12 @@ class QuantizerScales(nn.Module):
         super().__init__()
         self.in_use = False
 
+    @torch.no_grad()
+    def ratios(self) -> dict[str, Tensor]:
+        """Return the ratios as they act, by the name of their weight."""
+        named = self.named_parameters()
+        return {name.replace("-", "."): values.clamp(LEAST, LARGEST).detach() for name, values in named}
+
     def add(self, weight: str, ratios: Tensor) -> LearnedRatios:
         """Take ownership of the ratios of one weight, given by its name, in which `-` then stands for every dot."""
         name = weight.replace(".", "-")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -62,8 +61,7 @@ def report(arguments: Sequence[str]) -> None:
         _write(target, writers[name](found), flag=f"--{name}")
     from rotexp.report.terminal import show
 
-    show(found)
-    sys.stdout.writelines(f"wrote {target}\n" for target in wanted.values())
+    show(found, written=list(wanted.values()))
 
 
 def _writers() -> dict[str, Callable[[Report], str]]:
@@ -102,8 +100,6 @@ def main() -> None:
     except ValueError as error:
         sys.stderr.write(f"rotexp: {' '.join(str(error).split())}\n")
         sys.exit(WRONG_REQUEST)
-    except BrokenPipeError:  # who reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(DONE)
 
 

@@ -25,7 +25,7 @@ def page(report: Report) -> str:
         return folder.joinpath(name).read_text(encoding="utf-8")
 
     return Template(part("page.html")).substitute(
-        title=html.escape(f"rotexp report: {len(report.runs)} runs"),
+        title=html.escape(f"rotexp report: {len(report.runs)} run{'s' * (len(report.runs) > 1)}"),
         style=part("page.css"),
         plotly=get_plotlyjs(),
         data=embedded(payload(report)),

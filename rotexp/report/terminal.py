@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -39,14 +40,19 @@ UNBOUNDED = 10_000
 """Columns no table needs."""
 
 
-def show(report: Report) -> None:
-    """Print the tables on standard output; into a file or a pipe as wide as they are."""
+def show(report: Report, *, written: Sequence[Path]) -> None:
+    """Print the tables on standard output, into a file or a pipe as wide as they are, and name the written files.
+
+    A reader that stops early ends the process, quietly, with exit code 1: rich does that.
+    """
     console = Console(highlight=False)
     width = console.width if console.is_terminal else UNBOUNDED
     for part in parts(report, width=width):
         if not console.is_terminal:
             console.width = natural_width(part)
         console.print(part, soft_wrap=isinstance(part, Text))
+    for file in written:
+        console.print(Text(f"wrote {file}"), soft_wrap=True)
 
 
 def natural_width(part: Table | Text) -> int:
@@ -59,7 +65,7 @@ def parts(report: Report, *, width: int) -> Iterator[Table | Text]:
     yield summary_table(report, width=width)
     yield from (_remark(run) for run in report.runs if run.remark)
     yield from _over_seeds(report)
-    if 1 < len(report.runs) <= MOST_COMPARED:
+    if len(report.runs) <= MOST_COMPARED and differences(report.runs):
         yield differences_table(report.runs)
     yield from (Text(f"note: {note}", style="yellow") for note in report.notes)
 

@@ -35,7 +35,7 @@ def weights_digest(model: nn.Module, *, communication: Communication, ignored: C
 def _sum(weight: Tensor) -> Tensor:
     """Return what this rank adds to a weight's sum, an int64 scalar; a replica other than the first adds nothing."""
     rows = local_rows(weight)
-    if rows.numel() == 0 or (isinstance(weight, DTensor) and weight.device_mesh.get_coordinate()[:-1] not in ([], [0])):
+    if rows.numel() == 0 or _replica(weight) > 0:
         return torch.zeros((), dtype=torch.int64, device=rows.device)
     bits = rows.reshape(len(rows), -1).view(INTEGERS[rows.element_size()])
     columns = _odd(0, bits.shape[1], rows.device)
@@ -46,6 +46,12 @@ def _sum(weight: Tensor) -> Tensor:
         chunk = bits[start : start + per_chunk].to(torch.int64)
         total += ((chunk * columns).sum(1) * _odd(first + start, len(chunk), rows.device)).sum()
     return total
+
+
+def _replica(weight: Tensor) -> int:
+    """Return which replica of a sharded weight this rank holds a part of."""
+    coordinate = weight.device_mesh.get_coordinate() if isinstance(weight, DTensor) else None
+    return sum(coordinate[:-1]) if coordinate else 0
 
 
 def _odd(first: int, count: int, device: torch.device) -> Tensor:

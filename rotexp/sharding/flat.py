@@ -25,8 +25,8 @@ def divided(pieces: Pieces, sizes: Mapping[str, int]) -> dict[str, Pieces]:
     Args:
         sizes: lengths, in the order in which the vectors lie.
     """
-    starts = [0, *accumulate(sizes.values())]
-    return {name: _between(pieces, start, start + size) for (name, size), start in zip(sizes.items(), starts)}
+    ends = accumulate(sizes.values())
+    return {name: _between(pieces, end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
 
 def _between(pieces: Pieces, start: int, stop: int) -> Pieces:

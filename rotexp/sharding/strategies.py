@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from rotexp.config import Dtype, Precision, ShardingConfig
+from rotexp.config import Dtype, Precision, ShardingConfig, Strategy
 from rotexp.validation import mesh_sizes
 
 PRESETS = {

@@ -7,8 +7,6 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
 from rotexp.config import Config
 from rotexp.sweep.outcome import Job, figure, finished_before
 from rotexp.tracking.files import read_summary
@@ -23,9 +21,13 @@ def is_done(config: Config, folder: Path) -> bool:
     return finished_before(Job(folder.name, {}, folder, config)) is not None
 
 
-def optimized_metric(composed: DictConfig, folder: Path) -> float | None:
-    """Return the figure of a run's summary that a sweeper minimizes, None if there is none."""
-    return figure(read_summary(folder), str(OmegaConf.select(composed, "sweep.optimized_metric")))
+def optimized_metric(folder: Path, path: str) -> float | None:
+    """Return the figure of a run's summary that a sweeper minimizes, None if there is none.
+
+    Args:
+        path: `sweep.optimized_metric`.
+    """
+    return figure(read_summary(folder), path)
 
 
 def ask_for_requeue(environment: Mapping[str, str] = os.environ) -> None:

@@ -193,7 +193,10 @@ def say(line: str) -> None:
 def noted_signals() -> Iterator[list[int]]:
     """Yield a list to which the signals that end a run are added inside the block, and that nothing else does."""
     noted: list[int] = []
-    before = {number: signal.signal(number, lambda number, _frame: noted.append(number)) for number in (signal.SIGINT, *SAVING)}
+    before = {
+        number: signal.signal(number, lambda number, _frame: noted.append(number))
+        for number in (signal.SIGINT, *SAVING)
+    }
     try:
         yield noted
     finally:

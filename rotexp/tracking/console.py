@@ -21,6 +21,7 @@ ROWS = {
     "float": "float",
     "quantized": "no rotation",
     "hadamard": "random Hadamard",
+    "average": "trained, averaged",
     "trained": "trained",
 }
 """Names of the evaluated variants, for people."""

@@ -27,11 +27,18 @@ class Phases:
     """Runs phases and collects seconds and peak memory (maximum and minimum over ranks, GiB) of each."""
 
     def __init__(
-        self, *, device: torch.device, communication: Communication, log: Callable[[dict[str, float]], None]
+        self,
+        *,
+        device: torch.device,
+        communication: Communication,
+        log: Callable[[dict[str, float]], None],
+        begin: Callable[[str], None] = lambda _name: None,
     ) -> None:
+        """Take what is told of each phase: its figures at its end, its name at its beginning."""
         self._device = device
         self._communication = communication
         self._log = log
+        self._begin = begin
         self.memory: dict[str, dict[str, float]] = {}
         self.seconds: dict[str, float] = {}
 
@@ -43,6 +50,7 @@ class Phases:
             PhaseError: the block failed.
         """
         LOGGER.info("phase %s", name)
+        self._begin(name)
         reset_peaks(self._device)
         began = time.perf_counter()
         try:

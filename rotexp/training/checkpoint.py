@@ -144,6 +144,8 @@ class Checkpoints:
 def load(path: Path, tensors: State, *, communication: Communication) -> dict[str, Any]:
     """Read a checkpoint into `tensors`, in place; every rank reads only what it holds of them.
 
+    Its index is a pickle, so it must come from someone who is trusted.
+
     Returns:
         The facts it was saved with.
 

@@ -58,9 +58,7 @@ class Coordinator:
         ValueError: the model has no bank.
     """
 
-    def __init__(
-        self, model: nn.Module, communication: Communication, *, master: ZeRO2Master | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, communication: Communication, *, master: ZeRO2Master | None = None) -> None:
         banks = [(name, module) for name, module in model.named_modules() if isinstance(module, RotationBank)]
         if len(banks) != 1:
             raise ValueError(f"the model registers {len(banks)} rotation banks, not one; place rotations first")
@@ -117,7 +115,7 @@ class Coordinator:
         """Return what is trained and neither FSDP nor the master reduces: the rotations and small ones, the others."""
         inside = set(self.master.layout.shapes) if self.master else set()
         together = [parameter for _, parameter in self.bank.items() if parameter.requires_grad]
-        alone = []
+        alone: list[nn.Parameter] = []
         for name, parameter in self.model.named_parameters():
             skipped = name in inside or name.startswith(self.prefix) or isinstance(parameter, DTensor)
             if parameter.requires_grad and not skipped:

@@ -185,6 +185,7 @@ class _Meter:
         row: dict[str, float] = {
             "train/loss": loss,
             "train/tokens": step * tokens,
+            "train/device_hours": self.state.result.seconds * communication.world_size / 3600.0,
             "train/num_skipped": len(self.state.result.skipped),
             "grad_norm/total": norms.total.item(),
             "grad_norm/rotations": norms.rotations.item(),

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rotexp.rotation.model import RotatedModel
 
-
 Teacher = Callable[[Tensor], Tensor]
 """Maps token ids (batch, tokens) to the float model's logits (batch, tokens, vocabulary)."""
 
@@ -40,7 +39,7 @@ class CrossEntropy:
 class KLDivergence:
     """KL(float ‖ quantized) of the next-token distributions, averaged over all tokens.
 
-    The teacher is the same model with rotation and quantization switched off, or a second one where weights are trained.
+    The teacher is the same model, rotation and quantization switched off, or a second one where weights are trained.
     """
 
     distills: ClassVar[bool] = True

@@ -72,9 +72,12 @@ class LoadPlanner(DefaultLoadPlanner):
 
 def _held(value: Tensor | Pieces, *, copied: bool) -> Tensor | Pieces:
     if isinstance(value, Pieces):
-        return replace(value, tensors=[tensor.to("cpu", copy=copied) for tensor in value.tensors])
-    local = local_rows(value).detach()
-    return local.to("cpu", copy=True) if copied else local
+        return replace(value, tensors=[_host_copy(tensor) for tensor in value.tensors]) if copied else value
+    return _host_copy(local_rows(value)) if copied else local_rows(value)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _at(value: Tensor | Pieces, index: MetadataIndex) -> Tensor:

@@ -87,6 +87,11 @@ class TrainingState:
         """Whether there is anything to train."""
         return bool(self.rotations or self.names)
 
+    @property
+    def simulated(self) -> bool:
+        """Whether the world is simulated, so that most weights are never stepped."""
+        return self.master is not None and self.master.simulated
+
     def weights(self) -> dict[str, Tensor | Pieces]:
         """Return what is trained beside rotations, by name, each as this rank holds it, in its own shape."""
         inside = self.master.layout.shapes if self.master else {}
@@ -161,18 +166,23 @@ class TrainingState:
         Names and shapes do not depend on sharding and world.
         """
         held = {name: self.model.network.get_parameter(name) for name in self._outside_master}
-        named: dict[str, Mapping[str, Tensor | Pieces]] = {
+        split: dict[str, Mapping[str, Tensor | Pieces]] = {
             "weights": held | ({MASTER: self.master.shard} if self.master else {}),
             "optimizer": self.optimizers.tensors(),
             "ema": self.ema.state() if self.ema else {},
         }
         flat = {
             f"{group}/{name}": value
-            for group, tensors in named.items()
+            for group, tensors in split.items()
             for key, tensor in tensors.items()
             for name, value in self._flat(key, tensor).items()
         }
-        whole = {"rotations": dict(self.model.bank.items()), "start": self.start, "best": self.best, "clip_ratios": self._clip_ratios()}
+        whole: dict[str, dict[str, Tensor]] = {
+            "rotations": dict(self.model.bank.items()),
+            "start": self.start,
+            "best": self.best,
+            "clip_ratios": self._clip_ratios(),
+        }
         return {f"{group}/{name}": matrix for group, named in whole.items() for name, matrix in named.items()} | flat
 
     def _flat(self, key: str, tensor: Tensor | Pieces) -> dict[str, Tensor | Pieces]:
@@ -221,7 +231,9 @@ class TrainingState:
         for name, shape in facts["shapes"].items():
             held = list(self.model.network.get_parameter(name).shape) if name in self.names else None
             if held != shape:
-                raise ValueError(f"{name} is {shape} there and {held} here; resume with the same model and train.params")
+                raise ValueError(
+                    f"{name} is {shape} there and {held} here; resume with the same model and train.params"
+                )
         quantizers = self._quantizers()
         for name, shape in facts["clip_ratios"].items():
             quantizers[name].clip_ratios = torch.zeros(shape)

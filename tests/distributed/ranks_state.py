@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -112,24 +112,22 @@ def save(folder: str, asynchronous: bool) -> dict[str, Any]:
 
 
 def read(path: str) -> dict[str, Any]:
-    """Load into another state; return all of it, and what the random states give."""
+    """Load into another state and gather it; spread that into a third; return both, and what the random states give."""
     communication = join()
     state = held(communication, _blank)
     facts = load(Path(path), state, communication=communication)
     state_dicts.WINDOW = 7
     full = full_state(state, communication=communication)
+    spread = held(communication, _blank)
+    load_full_state(spread, full, communication=communication, what="x")
     restored = restore_random_states(Path(path), communication=communication)
-    return {"bits": _bits(full), "facts": facts, "restored": restored, "drawn": torch.rand(3).numpy()}
-
-
-def round_trip() -> dict[str, Any]:
-    """Gather the known numbers, and spread them into another state."""
-    communication = join()
-    state_dicts.WINDOW = 7
-    full = full_state(held(communication, number), communication=communication)
-    state = held(communication, _blank)
-    load_full_state(state, full, communication=communication, what="x")
-    return {"names": sorted(full), "bits": _bits(full_state(state, communication=communication))}
+    return {
+        "loaded": _bits(full),
+        "spread": _bits(full_state(spread, communication=communication)),
+        "facts": facts,
+        "restored": restored,
+        "drawn": torch.rand(3).numpy(),
+    }
 
 
 def faults(path: str) -> dict[str, str]:
@@ -161,10 +159,16 @@ def _message(action: Callable[[], object]) -> str:
     return ""
 
 
-def full_disk(folder: str, place: str, asynchronous: bool) -> dict[str, Any]:
-    """Save; save with the disk of the last rank full; save again."""
+def full_disk(folder: str) -> list[dict[str, Any]]:
+    """Save; save with the disk of the last rank full; save again: for every place that may fail, at once and later."""
     communication = join()
-    checkpoints = Checkpoints(Path(folder), keep=5, asynchronous=asynchronous, communication=communication)
+    places = ("torch.distributed.checkpoint.filesystem._write_item", "torch.save")
+    cases = [(place, asynchronous) for place in places for asynchronous in (False, True)]
+    return [_full_disk(Path(folder) / str(n), *case, communication) for n, case in enumerate(cases)]
+
+
+def _full_disk(folder: Path, place: str, asynchronous: bool, communication: Communication) -> dict[str, Any]:
+    checkpoints = Checkpoints(folder, keep=5, asynchronous=asynchronous, communication=communication)
     state = held(communication, number)
 
     def saving(step: int) -> None:
@@ -173,17 +177,19 @@ def full_disk(folder: str, place: str, asynchronous: bool) -> dict[str, Any]:
 
     def listed() -> list[str]:
         dist.barrier()
-        return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
+        names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+        dist.barrier()
+        return names
 
     saving(1)
     before = listed()
     last = communication.rank == communication.world_size - 1
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with mock.patch(place, side_effect=full) if last else suppress():
+    with mock.patch(place, side_effect=full) if last else nullcontext():
         message = _message(lambda: saving(2))
     after = listed()
     saving(3)
-    found = find_checkpoint(Path(folder))
+    found = find_checkpoint(folder)
     return {"message": message, "before": before, "after": after, "found": found.path.name, "skipped": found.skipped}
 
 

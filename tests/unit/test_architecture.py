@@ -17,11 +17,20 @@ ORDER = (
     "train",
     "export",
     "inspect",
+    "sync.__main__",
+    "dashboard",
+    "doctor",
+    "report",
     "command_line",
+    "sweep",
     "wrong_request",
     "launch",
     "experiment",
+    "measurements",
+    "run_files",
+    "resumed",
     "inputs",
+    "resumption",
     "rebuild",
     "finished_run",
     "tracking",
@@ -32,7 +41,10 @@ ORDER = (
     "data",
     "sync",
     "sharding",
+    "checkpoint_folder",
     "folders",
+    "signals",
+    "arguments",
     "compose",
     "validation",
     "targets",
@@ -132,7 +144,7 @@ def test_sharding_and_synchronization_do_not_know_what_is_trained(above: str) ->
 
 
 def test_only_the_entry_and_the_command_line_know_hydra() -> None:
-    command_line = {"rotexp.train", "rotexp.command_line", "rotexp.wrong_request"}
+    command_line = {"rotexp.train", "rotexp.command_line", "rotexp.wrong_request", "rotexp.sweep.planner"}
     reading = {"rotexp.export", "rotexp.inspect", "rotexp.config", "rotexp.compose", "rotexp.finished_run"}
     assert users_of("hydra") == command_line
     assert users_of("omegaconf") <= command_line | reading

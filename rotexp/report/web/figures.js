@@ -16,7 +16,9 @@ const crowded = (runs) => runs.length > 24;
 
 function draw(name, traces, { x, y, caption, runs, ...layout }) {
   const axes = { xaxis: { ...LINES, ...x }, yaxis: { ...LINES, ...y } };
-  const empty = traces.length ? [] : [{ text: "no run shown has this figure", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }];
+  const empty = traces.length
+    ? []
+    : [{ text: "no run shown has this figure", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }];
   Plotly.react(`${name}-plot`, traces, { ...LAYOUT, ...axes, annotations: empty, ...layout }, OPTIONS);
   const text = document.querySelector(`[data-figure="${name}"] figcaption`);
   text.replaceChildren(caption, commandsOf(runs));
@@ -25,7 +27,8 @@ function draw(name, traces, { x, y, caption, runs, ...layout }) {
 // What makes a figure again: the report's command, and that of every run in it.
 function commandsOf(runs) {
   const details = element("details", {}, element("summary", {}, "the commands that made this figure"));
-  const fill = () => details.append(...[DATA.command, ...runs.map((run) => run.command)].map((command) => element("code", {}, command)));
+  const fill = () =>
+    details.append(...[DATA.command, ...runs.map((run) => run.command)].map((command) => element("code", {}, command)));
   details.addEventListener("toggle", fill, { once: true });
   return details;
 }
@@ -34,8 +37,12 @@ function showLegend(runs) {
   const shown = new Map(runs.map((run) => [colorValue(run, colored.by), styleOf(run).color]));
   const values = [...shown].map(([value, color]) => element("li", {}, swatch(color, "solid"), value || "(none)"));
   const seedsAlike = DATA.seed && colorValues(colored.by).length <= COLORS.length;
-  const firsts = seedsAlike ? SEEDS.map((seed) => runs.find((run) => run.axes[DATA.seed] === seed)).filter(Boolean) : [];
-  const seeds = firsts.map((run) => element("li", {}, swatch("#5c6875", styleOf(run).dash), `seed ${run.axes[DATA.seed]}`));
+  const firsts = seedsAlike
+    ? SEEDS.map((seed) => runs.find((run) => run.axes[DATA.seed] === seed)).filter(Boolean)
+    : [];
+  const seeds = firsts.map((run) =>
+    element("li", {}, swatch("#5c6875", styleOf(run).dash), `seed ${run.axes[DATA.seed]}`),
+  );
   document.querySelector("#legend ul").replaceChildren(...values, ...seeds);
 }
 
@@ -43,7 +50,15 @@ function swatch(color, dash) {
   const strokes = { solid: "", dash: "7 4", dot: "2 3", dashdot: "7 3 2 3", longdash: "12 4" };
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
-  const attributes = { x1: 0, x2: 28, y1: 5, y2: 5, stroke: color, "stroke-width": 3, "stroke-dasharray": strokes[dash] };
+  const attributes = {
+    x1: 0,
+    x2: 28,
+    y1: 5,
+    y2: 5,
+    stroke: color,
+    "stroke-width": 3,
+    "stroke-dasharray": strokes[dash],
+  };
   for (const [name, value] of Object.entries({ width: 28, height: 10 })) svg.setAttribute(name, value);
   for (const [name, value] of Object.entries(attributes)) line.setAttribute(name, value);
   svg.append(line);
@@ -69,8 +84,14 @@ function drawCurve(name, runs, { metric, over, scale }) {
     };
   });
   const { unit, meaning } = DATA.metrics[metric] ?? { unit: "", meaning: "" };
-  const caption = `${metric}: ${meaning || "not in the registry of metrics"}.${thinnedText(shown, metric)}${notFinite(shown, metric)}`;
-  draw(name, traces, { x: { title: { text: CLOCKS[over] } }, y: { title: { text: withUnit(metric.split("/").pop(), unit) }, ...axis.layout }, caption, runs: shown });
+  const said = `${metric}: ${meaning || "not in the registry of metrics"}.`;
+  const caption = shown.length ? said + thinnedText(shown, metric) + notFinite(shown, metric) : "";
+  draw(name, traces, {
+    x: { title: { text: CLOCKS[over] } },
+    y: { title: { text: withUnit(metric.split("/").pop(), unit) }, ...axis.layout },
+    caption,
+    runs: shown,
+  });
 }
 
 function thinnedText(runs, metric) {
@@ -98,23 +119,49 @@ function drawMemory(runs) {
     const name = plotText(labelOf(run));
     return {
       type: "bar",
-      x: single ? [name] : phases,
+      x: single ? [plotText(run.name)] : phases,
       y: highest,
       name,
-      error_y: { type: "data", symmetric: false, array: highest.map(() => 0), arrayminus: highest.map((value, index) => value - lowest[index]), thickness: 1.5, width: crowded(shown) ? 0 : 3 },
-      marker: { color, pattern: { shape: crowded(shown) ? "" : pattern, fillmode: "overlay", fgcolor: "#fff", size: 6, solidity: 0.25 } },
+      error_y: {
+        type: "data",
+        symmetric: false,
+        array: highest.map(() => 0),
+        arrayminus: highest.map((value, index) => value - lowest[index]),
+        thickness: 1.5,
+        width: crowded(shown) ? 0 : 3,
+      },
+      marker: {
+        color,
+        pattern: {
+          shape: crowded(shown) ? "" : pattern,
+          fillmode: "overlay",
+          fgcolor: "#fff",
+          size: 6,
+          solidity: 0.25,
+        },
+      },
       customdata: highest.map((value, index) => [showNumber(value), showNumber(lowest[index])]),
       hovertemplate: "%{customdata[0]} GiB, rank with least %{customdata[1]}<extra>%{fullData.name}</extra>",
     };
   });
   const caption = "A bar reaches the rank with the largest peak; its whisker goes down to the rank with the smallest.";
-  const x = single ? { showticklabels: shown.length <= 12, tickangle: 20 } : { title: { text: "phase" } };
-  draw("memory", traces, { x, y: { title: { text: "peak (GiB)" }, rangemode: "tozero" }, barmode: single ? "relative" : "group", caption, runs: shown });
+  const named = shown.length <= 12 && shown.every((run) => run.name.length <= 30);
+  const x = single ? { showticklabels: named } : { title: { text: "phase" } };
+  draw("memory", traces, {
+    x: { type: "category", ...x },
+    y: { title: { text: "peak (GiB)" }, rangemode: "tozero" },
+    barmode: single ? "relative" : "group",
+    caption,
+    runs: shown,
+  });
 }
 
 function drawCost(runs) {
-  const [quality, cost] = ["cost-quality", "cost-measure"].map((id) => DATA.figures.find(({ key }) => key === chosen(id)));
-  const known = quality && cost ? runs.filter((run) => [quality, cost].every(({ key }) => Number.isFinite(run.figures[key]))) : [];
+  const [quality, cost] = ["cost-quality", "cost-measure"].map((id) =>
+    DATA.figures.find(({ key }) => key === chosen(id)),
+  );
+  const known =
+    quality && cost ? runs.filter((run) => [quality, cost].every(({ key }) => Number.isFinite(run.figures[key]))) : [];
   const axis = logarithmicAxis(known.map((run) => run.figures[cost.key]));
   const traces = known.map((run) => {
     const { color, symbol } = styleOf(run);
@@ -124,11 +171,24 @@ function drawCost(runs) {
       customdata: [[showNumber(run.figures[cost.key]), showNumber(run.figures[quality.key])]],
       name: plotText(labelOf(run)),
       mode: "markers",
-      marker: { color, symbol: run.status === "done" ? symbol : `${symbol}-open`, size: 11, line: { width: 1.5, color: run.status === "done" ? "#fff" : color } },
+      marker: {
+        color,
+        symbol: run.status === "done" ? symbol : `${symbol}-open`,
+        size: 11,
+        line: { width: 1.5, color: run.status === "done" ? "#fff" : color },
+      },
       hovertemplate: "%{customdata[1]} for %{customdata[0]}<extra>%{fullData.name}</extra>",
     };
   });
   const title = (figure) => ({ text: figure ? withUnit(figure.label, figure.unit) : "" });
-  const caption = `${cost?.meaning ?? ""}. Left is cheaper${quality ? `, ${quality.better === "lower" ? "down" : "up"} is better` : ""}; open marks are runs that did not end well.`;
-  draw("cost", traces, { x: { title: title(cost), ...axis.layout }, y: { title: title(quality) }, caption, runs: known });
+  const better = quality?.better === "higher" ? "up" : "down";
+  const caption = known.length
+    ? `Cost: ${cost.meaning}. Left is cheaper, ${better} is better; open marks are runs that did not end well.`
+    : "";
+  draw("cost", traces, {
+    x: { title: title(cost), ...axis.layout },
+    y: { title: title(quality) },
+    caption,
+    runs: known,
+  });
 }

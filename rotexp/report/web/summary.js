@@ -17,7 +17,8 @@ function columnValue(run, column) {
 }
 
 function shownRuns() {
-  const passes = (run) => FILTERS.every((name) => !state.filters.get(name)?.size || state.filters.get(name).has(textOf(run, name)));
+  const passes = (run) =>
+    FILTERS.every((name) => !state.filters.get(name)?.size || state.filters.get(name).has(textOf(run, name)));
   const found = (run) => `${run.name} ${run.setting} ${run.remark}`.toLowerCase().includes(state.search);
   const { column, direction } = state.sort;
   return DATA.runs
@@ -35,7 +36,9 @@ function makeFilters(changed) {
     const values = [...new Set(DATA.runs.map((run) => textOf(run, name)))].sort((a, b) => compareValues(a, b, 1));
     state.filters.set(name, new Set());
     const buttons = values.map((value) => filterButton(name, value, changed));
-    return values.length > 1 ? element("div", { class: "filter", "data-filter": name }, element("span", {}, name), ...buttons) : "";
+    return values.length > 1
+      ? element("div", { class: "filter", "data-filter": name }, element("span", {}, name), ...buttons)
+      : "";
   });
   document.getElementById("filters").append(...groups, search);
 }
@@ -57,8 +60,19 @@ function makeHead(changed) {
     const [, group, name] = column.key.match(/^(.*)\.([^.]+)$/) ?? [null, "", column.key];
     Object.assign(column, { text: name, below: group && `of ${group}` });
   }
-  columns.push(...DATA.figures.map(({ key, label, unit, meaning, better }) => ({ key, text: label, below: unit, meaning, better, number: true })));
-  document.querySelector("#summary thead").append(element("tr", {}, ...columns.map((column) => headOf(column, changed))));
+  columns.push(
+    ...DATA.figures.map(({ key, label, unit, meaning, better }) => ({
+      key,
+      text: label,
+      below: unit,
+      meaning,
+      better,
+      number: true,
+    })),
+  );
+  document
+    .querySelector("#summary thead")
+    .append(element("tr", {}, ...columns.map((column) => headOf(column, changed))));
 }
 
 function headOf({ key, text, below, meaning, better, number }, changed) {
@@ -69,13 +83,21 @@ function headOf({ key, text, below, meaning, better, number }, changed) {
   };
   const button = element("button", { type: "button", onclick: sort }, text);
   const note = below ? [element("span", { class: "below" }, below)] : [];
-  return element("th", { scope: "col", "data-column": key, class: number ? "number" : "", title: meaning || key }, button, ...note);
+  return element(
+    "th",
+    { scope: "col", "data-column": key, class: number ? "number" : "", title: meaning || key },
+    button,
+    ...note,
+  );
 }
 
 function bestValues(runs) {
   const best = {};
   for (const { key, better } of DATA.figures) {
-    const values = runs.filter((run) => run.status === "done").map((run) => run.figures[key]).filter(Number.isFinite);
+    const values = runs
+      .filter((run) => run.status === "done")
+      .map((run) => run.figures[key])
+      .filter(Number.isFinite);
     if (better && new Set(values).size > 1) best[key] = better === "lower" ? Math.min(...values) : Math.max(...values);
   }
   return best;
@@ -105,5 +127,5 @@ function showSummary(runs, choose) {
     const direction = state.sort.direction > 0 ? "ascending" : "descending";
     head.setAttribute("aria-sort", head.dataset.column === state.sort.column ? direction : "none");
   }
-  document.getElementById("shown").textContent = `${runs.length} of ${DATA.runs.length} runs`;
+  document.getElementById("shown").textContent = `${runs.length} of ${plural(DATA.runs.length)}`;
 }

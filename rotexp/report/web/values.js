@@ -31,6 +31,10 @@ function withUnit(label, unit) {
   return unit ? `${label} (${unit})` : label;
 }
 
+function plural(count) {
+  return count === 1 ? "1 run" : `${count} runs`;
+}
+
 // Makes an element; children are elements or texts, never markup.
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);

@@ -1,0 +1,126 @@
+"""The held-out figures of one run: every variant of its model, compared with the float model on the same windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotexp.config import Config, RotationInit
+from rotexp.inputs import Inputs
+from rotexp.metrics.quality import Quality, evaluate
+from rotexp.rotation.model import RotatedModel
+from rotexp.sharding.communication import Communication
+from rotexp.sharding.ema import ShardedEMA
+from rotexp.training.objectives import Teacher
+from rotexp.training.teacher import load_teacher
+
+
+class Measurements:
+    """Measures variants of one model; a variant that is known already is not measured again.
+
+    Attributes:
+        rows: the figures of each variant, and the protocol by which they were made.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        *,
+        communication: Communication,
+        device: torch.device,
+        ranks_per_node: int | None,
+        known: Mapping[str, Any],
+        log: Callable[[dict[str, float]], None],
+    ) -> None:
+        self.rows: dict[str, Any] = {"protocol": inputs.protocol, **known}
+        self._config = config
+        self._inputs = inputs
+        self._communication = communication
+        self._device = device
+        self._ranks_per_node = ranks_per_node
+        self._log = log
+        self._teacher: Teacher | None = None
+
+    def as_it_comes(self, model: RotatedModel) -> None:
+        """Measure the model as its checkpoint has it, norm gains not folded: float, and quantized without rotation."""
+        if "quantized" in self.rows:
+            return
+        with model.mode.set(rotate=False, quantize=True):
+            quantized, reference = self._evaluate(model)
+        self._record("float", reference)
+        self._record("quantized", quantized)
+
+    def hadamard(self, model: RotatedModel) -> str | None:
+        """Measure the quantized model under random Hadamard rotations; return why not, if they do not exist."""
+        if "hadamard" in self.rows:
+            return None
+        if missing := model.orders_without_hadamard():
+            return f"no random Hadamard row: order {missing[0]} has no Hadamard matrix"
+        if len(model.bank) or model.online:
+            start = model.starts(RotationInit.hadamard, seed=self._config.seed)
+            with model.bank.holding(start), model.mode.set(rotate=True, quantize=True):
+                self._record("hadamard", self._evaluate(model)[0])
+        return None
+
+    def average(self, model: RotatedModel, ema: ShardedEMA) -> None:
+        """Measure the model with the averages of what was trained."""
+        self.load_teacher()
+        with ema.applied(), model.mode.set(rotate=True, quantize=True):
+            self._record("average", self._evaluate(model)[0])
+
+    def trained(self, model: RotatedModel) -> None:
+        """Measure the merged model."""
+        self.load_teacher()
+        with model.mode.set(rotate=True, quantize=True):
+            self._record("trained", self._evaluate(model)[0])
+
+    def load_teacher(self) -> None:
+        """Read the float model once more, if training changes the one that there is."""
+        train = self._config.train
+        if self._teacher is None and train.params.weights and train.steps:
+            self._teacher = load_teacher(
+                self._inputs.checkpoint,
+                self._config,
+                device=self._device,
+                world_size=self._communication.world_size,
+                ranks_per_node=self._ranks_per_node,
+            )
+
+    def reference(self, model: RotatedModel) -> Teacher:
+        """Return what maps token ids (batch, tokens) to the float model's logits (batch, tokens, vocabulary)."""
+
+        @torch.no_grad()
+        def logits(token_ids: Tensor) -> Tensor:
+            if self._teacher is not None:
+                return self._teacher(token_ids)
+            with model.mode.set(rotate=False, quantize=False):
+                return model.logits(token_ids)
+
+        return logits
+
+    def _evaluate(self, model: RotatedModel) -> tuple[Quality, Quality]:
+        """Measure the model in its present mode, and the float model, on the held-out windows."""
+        model.refresh_quantizers()
+        whole = self._config.sharding.strategy.keeps_weights_whole
+        with model.reusing_weights() if whole else nullcontext():
+            return evaluate(
+                model.logits,
+                self.reference(model),
+                self._inputs.evaluation,
+                batch=self._config.evaluation.micro_batch_size,
+                device=self._device,
+                rank=self._communication.rank,
+                world_size=self._communication.world_size,
+                collect=self._communication.reduce_,
+            )
+
+    def _record(self, row: str, quality: Quality) -> None:
+        """Keep a variant's figures for the summary, and log them."""
+        self.rows[row] = asdict(quality)
+        self._log({f"eval/{row}/{figure}": value for figure, value in asdict(quality).items()})

@@ -1,0 +1,139 @@
+"""A run on several nodes, here two on one machine: the same command on each, or torchrun; one folder, one result."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from run_train import left_behind
+from safetensors.torch import load_file
+
+START_SECONDS = 200
+GONE_SECONDS = 30
+TRAIN = (sys.executable, "-m", "rotexp.train")
+
+Nodes = Callable[..., list[subprocess.Popen[str]]]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def nodes(small: list[str], tmp_path: Path) -> Iterator[Nodes]:
+    """Start the small job as commands that differ in their run folder, node0 and node1."""
+    mark = uuid.uuid4().hex
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, command: tuple[str, ...] = TRAIN, number: int = 2) -> list[subprocess.Popen[str]]:
+        for node in range(number):
+            where = f"hydra.run.dir={tmp_path / f'node{node}'}"
+            started.append(
+                subprocess.Popen(
+                    [*command, *small, "tracker=jsonl", "sharding=full", *arguments, where],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env=os.environ | {"ROTEXP_TEST": mark},
+                )
+            )
+        return started[-number:]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+    assert left_behind(mark) == []
+
+
+def meeting() -> list[str]:
+    """Return what two nodes of one rank each need to meet."""
+    place = f"launch.rdzv_endpoint=localhost:{free_port()}"
+    return ["launch=elastic", "launch.nnodes=2", "launch.nproc=1", place, f"launch.rdzv_id={uuid.uuid4().hex}"]
+
+
+def folder_of_rank_0(tmp_path: Path) -> Path:
+    """Return the one folder that the nodes left."""
+    folders = [folder for folder in tmp_path.glob("node*") if folder.is_dir()]
+    assert len(folders) == 1, "every rank writes into the folder of rank 0"
+    return folders[0]
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def ended(processes: list[subprocess.Popen[str]], *, seconds: float = START_SECONDS) -> list[tuple[int, str]]:
+    """Wait for every process; return exit codes and errors."""
+    errors = [process.communicate(timeout=seconds)[1] for process in processes]
+    return [(process.returncode, text) for process, text in zip(processes, errors, strict=True)]
+
+
+def test_two_nodes_train_as_one_does_bit_for_bit(nodes: Nodes, tmp_path: Path) -> None:
+    assert ended(nodes(*meeting())) == [(0, ""), (0, "")]
+    folder = folder_of_rank_0(tmp_path)
+    summary = summary_of(folder)
+    assert (summary["status"], summary["world_size"], summary["replica"]["max_abs_diff"]) == ("done", 2, 0)
+    assert summary["sharding"]["effective"]["sharded"] > 0
+    assert {path.name for path in folder.glob("rank-*.log")} == {"rank-0.log", "rank-1.log"}
+    folder.rename(tmp_path / "two")
+    assert ended(nodes("launch=elastic", "launch.nproc=2", number=1)) == [(0, "")]
+    two, one = (load_file(path / "rotations.safetensors") for path in (tmp_path / "two", tmp_path / "node0"))
+    assert len(one) == 3
+    assert one.keys() == two.keys()
+    assert all(torch.equal(matrix, two[name]) for name, matrix in one.items())
+    assert summary_of(tmp_path / "node0")["evaluation"] == summary["evaluation"]
+
+
+def test_torchruns_ranks_on_two_nodes_share_a_folder(nodes: Nodes, tmp_path: Path) -> None:
+    place = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", f"--rdzv-id={uuid.uuid4().hex}")
+    torchrun = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *place)
+    codes = ended(nodes(command=(sys.executable, *torchrun, "-m", "rotexp.train")))
+    assert [code for code, _ in codes] == [0, 0], codes
+    summary = summary_of(folder_of_rank_0(tmp_path))
+    assert (summary["status"], summary["world_size"]) == ("done", 2)
+
+
+def training(nodes: Nodes, tmp_path: Path) -> tuple[list[subprocess.Popen[str]], Path]:
+    """Start two nodes that do not end by themselves; return them, and their folder, once they train."""
+    processes = nodes("train.steps=100000", *meeting())
+    deadline = time.monotonic() + START_SECONDS
+    while not (trained := [file for file in tmp_path.glob("node*/metrics.jsonl") if "train/loss" in file.read_text()]):
+        assert [process.poll() for process in processes] == [None, None], ended(processes)
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return processes, trained[0].parent
+
+
+def test_a_killed_rank_ends_both_nodes(nodes: Nodes, tmp_path: Path) -> None:
+    processes, folder = training(nodes, tmp_path)
+    children = psutil.Process(processes[1].pid).children(recursive=True)
+    ranks = [child for child in children if any("spawn_main" in part for part in child.cmdline())]
+    assert len(ranks) == 1
+    ranks[0].kill()
+    assert [code for code, _ in ended(processes, seconds=GONE_SECONDS)] == [1, 1]
+    assert folder_of_rank_0(tmp_path) == folder
+
+
+def test_a_signal_to_one_node_ends_both(nodes: Nodes, tmp_path: Path) -> None:
+    processes, folder = training(nodes, tmp_path)
+    processes[0].send_signal(signal.SIGTERM)
+    assert [code for code, _ in ended(processes, seconds=2 * GONE_SECONDS)] == [143, 143]
+    assert summary_of(folder)["status"] == "interrupted"
+    assert list(folder.glob("checkpoints/step-*")), "what was trained is saved"
