@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from rotexp.compose import config_digest, to_plain
-from rotexp.config import Config
+from rotexp.config import Config, Strategy
 from rotexp.inputs import Inputs
 from rotexp.measurements import Measurements
 from rotexp.metrics.profiler import StepProfiler
@@ -163,6 +163,8 @@ class Experiment:
             world_size=self.communication.world_size,
             ranks_per_node=self.ranks_per_node,
         )
+        if self.config.sharding.strategy is Strategy.zero2_master and not self.config.train.params.weights:
+            self.warn("sharding=zero2_master splits the master of trained weights, and none are trained: as no_shard")
         self.guard = install(model.network, self.config.sync_mode)
         materialize(model.network, self.inputs.checkpoint, device=self.device, added=model.added)
         self.inputs.checkpoint.weights.release()
@@ -257,21 +259,20 @@ class Experiment:
             self.progress.show(step, row)
 
         profiler = self.profiler(config.train.steps - state.step)
-        with profiler or nullcontext():
+        with profiler or nullcontext(), checkpoints.completed():
             train(
                 state,
                 self.inputs.calibration,
                 config,
                 accelerator=self.accelerator,
                 communication=self.communication,
-                teacher=self.measurements.reference(model),
+                teacher=self.measurements.teacher,
                 log=log,
                 save=save,
                 stop=self.stop,
                 guard=self.guard,
                 profiler=profiler,
             )
-        checkpoints.wait()
         if profiler is not None:
             self.console.print(profile_table(profiler.figures, num_steps=profiler.num_steps))
         return state

@@ -25,6 +25,7 @@ class Measurements:
 
     Attributes:
         rows: the figures of each variant, and the protocol by which they were made.
+        teacher: the float model, where training changes the one that there is; None until it is asked for.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Measurements:
         self._device = device
         self._ranks_per_node = ranks_per_node
         self._log = log
-        self._teacher: Teacher | None = None
+        self.teacher: Teacher | None = None
 
     def as_it_comes(self, model: RotatedModel) -> None:
         """Measure the model as its checkpoint has it, norm gains not folded: float, and quantized without rotation."""
@@ -83,8 +84,8 @@ class Measurements:
     def load_teacher(self) -> None:
         """Read the float model once more, if training changes the one that there is."""
         train = self._config.train
-        if self._teacher is None and train.params.weights and train.steps:
-            self._teacher = load_teacher(
+        if self.teacher is None and train.params.weights and train.steps:
+            self.teacher = load_teacher(
                 self._inputs.checkpoint,
                 self._config,
                 device=self._device,
@@ -92,26 +93,21 @@ class Measurements:
                 ranks_per_node=self._ranks_per_node,
             )
 
-    def reference(self, model: RotatedModel) -> Teacher:
-        """Return what maps token ids (batch, tokens) to the float model's logits (batch, tokens, vocabulary)."""
-
-        @torch.no_grad()
-        def logits(token_ids: Tensor) -> Tensor:
-            if self._teacher is not None:
-                return self._teacher(token_ids)
-            with model.mode.set(rotate=False, quantize=False):
-                return model.logits(token_ids)
-
-        return logits
-
     def _evaluate(self, model: RotatedModel) -> tuple[Quality, Quality]:
         """Measure the model in its present mode, and the float model, on the held-out windows."""
         model.refresh_quantizers()
+
+        def reference(token_ids: Tensor) -> Tensor:
+            if self.teacher is not None:
+                return self.teacher(token_ids)
+            with model.mode.set(rotate=False, quantize=False):
+                return model.logits(token_ids)
+
         whole = self._config.sharding.strategy.keeps_weights_whole
         with model.reusing_weights() if whole else nullcontext():
             return evaluate(
                 model.logits,
-                self.reference(model),
+                reference,
                 self._inputs.evaluation,
                 batch=self._config.evaluation.micro_batch_size,
                 device=self._device,

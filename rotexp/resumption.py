@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rotexp.checkpoint_folder import find_checkpoint
-from rotexp.config import Config
+from rotexp.checkpoint_folder import find_checkpoint, read_facts
+from rotexp.config import Config, require
 from rotexp.tracking.files import SUMMARY_FILE, read_summary
 
 
@@ -29,7 +29,8 @@ def find_resumption(config: Config, folder: Path) -> Resumption:
     """Find where the run in `folder` begins; loads no torch.
 
     Raises:
-        ValueError: the folder holds a run that may not be continued, or there is no checkpoint where `resume` says.
+        ValueError: the folder holds a run that may not be continued, there is no checkpoint where `resume` says, or it
+            is past the last step or of other parameters.
     """
     notes: tuple[str, ...] = ()
     if (folder / SUMMARY_FILE).exists():
@@ -37,6 +38,7 @@ def find_resumption(config: Config, folder: Path) -> Resumption:
         found = find_checkpoint(folder)
         notes = tuple(found.skipped)
         if found.path is not None:
+            _check_goes_on(config, found.path)
             return Resumption(found.path, own=True, notes=notes)
         notes = (*notes, "the run in this folder left no complete checkpoint; it starts again")
     if config.resume in ("auto", "never"):
@@ -45,6 +47,7 @@ def find_resumption(config: Config, folder: Path) -> Resumption:
     if found.path is None:
         reasons = "; ".join(found.skipped) or "none is there"
         raise ValueError(f"resume={config.resume}: holds no complete checkpoint ({reasons}); name a run that has one")
+    _check_goes_on(config, found.path)
     return Resumption(found.path, notes=(*notes, *found.skipped))
 
 
@@ -55,3 +58,11 @@ def _check_unfinished(config: Config, folder: Path) -> None:
         raise ValueError(f"{where}; choose another, or remove it")
     if config.resume == "never":
         raise ValueError(f"{where}, and resume=never; choose another, or resume=auto to continue it")
+
+
+def _check_goes_on(config: Config, path: Path) -> None:
+    saved, train = read_facts(path), config.train
+    remedy = f"change it, or start in another folder than that of {path}"
+    require(saved["step"] <= train.steps, "train.steps", train.steps, f"at least the {saved['step']} done", remedy)
+    params = saved["facts"]["config"]["train"]["params"]
+    require(params == train.params.name, "train.params", train.params.name, f"{params}, as it was", remedy)

@@ -222,13 +222,6 @@ def _validate_weights(config: Config) -> None:
         f"float32 for train.params={train.params.name}, since small updates vanish in it",
         "set sharding=zero2_master, or model.dtype=float32 with sharding.precision=bf16",
     )
-    require(
-        not master or train.params.weights or not train.steps,
-        "sharding",
-        "zero2_master",
-        "used with train.params=all or rotations_and_norms, whose master it splits",
-        "set train.params, or sharding=zero2",
-    )
 
 
 def _validate_evaluation(evaluation: EvaluationConfig) -> None:

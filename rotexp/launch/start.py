@@ -13,10 +13,11 @@ from typing import Any
 
 from rotexp.compose import resolved_yaml
 from rotexp.config import MINIMUM_WORLD, Config, LaunchKind, SyncMode
+from rotexp.folders import write_atomically
 from rotexp.launch.outer import adopt, is_first
 from rotexp.resumption import Resumption, find_resumption
 from rotexp.signals import Interrupted, interruptible
-from rotexp.tracking.files import read_summary, write_atomically, write_summary
+from rotexp.tracking.files import read_summary, write_summary
 from rotexp.validation import validate_world
 
 DONE, FAILED = 0, 1

@@ -17,6 +17,9 @@ PAGE_FILE = "report.html"
 OWN_NAMES = "report."
 """How names begin that a report may have inside a run's folder."""
 
+LIBRARIES = ("plotly", "scipy")
+"""What comes with `rotexp[report]` alone."""
+
 
 class Arguments(argparse.ArgumentParser):
     """A parser whose complaint is one line."""
@@ -93,13 +96,23 @@ def _write(target: Path, text: str, *, flag: str) -> None:
         raise ValueError(f"{flag} {target}: cannot be written ({error.strerror}); choose another place") from None
 
 
+def refuse(reason: str) -> NoReturn:
+    """Say in one line what was wrong, and exit."""
+    sys.stderr.write(f"rotexp: {' '.join(reason.split())}\n")
+    sys.exit(WRONG_REQUEST)
+
+
 def main() -> None:
     """Report what the command line asks for; a wrong request is answered in one line."""
     try:
         report(sys.argv[1:])
     except ValueError as error:
-        sys.stderr.write(f"rotexp: {' '.join(str(error).split())}\n")
-        sys.exit(WRONG_REQUEST)
+        refuse(str(error))
+    except ModuleNotFoundError as error:
+        library = str(error.name).partition(".")[0]
+        if library not in LIBRARIES:
+            raise
+        refuse(f"reports need {library}, which is not installed; pip install 'rotexp[report]'")
     sys.exit(DONE)
 
 

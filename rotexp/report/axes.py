@@ -12,7 +12,7 @@ from rotexp.report.runs import Run
 HEADS = {"sharding": "sharding.strategy", "sync_mode": "sync_mode.mode", "launch": "launch.kind"}
 """The key that says which option of a group was chosen, where it is not `<group>.name`."""
 
-NO_AXES = ("tracker.", "sweep.", "resume", "launch.rdzv_")
+NO_AXES = ("tracker.", "sweep.", "resume", "launch.threads", "launch.timeout_minutes", "launch.rdzv_")
 """Keys that say how a run was recorded and started, not what it measured."""
 
 SEED = "seed"
@@ -27,8 +27,8 @@ class Axis:
     label: str
 
     def of(self, run: Run) -> str:
-        """Return a run's value as text, empty where its configuration does not have the key."""
-        return value_text(run.config, self.key)
+        """Return a run's value as text, empty where neither its configuration nor its sweep says it."""
+        return value_text(run.config, self.key) or run.axes.get(self.label, ABSENT)
 
 
 def value_text(config: dict[str, Any], key: str) -> str:
@@ -72,7 +72,7 @@ def _differs_within(configs: Sequence[dict[str, Any]], key: str, head: str) -> b
 
 def setting(run: Run, axes: Sequence[Axis]) -> str:
     """Return what a run shares with those that differ from it by the seed alone."""
-    if not run.config:
+    if not run.config and not run.axes:
         return f"{run.name} (configuration unknown)"
     given = {axis.label: axis.of(run) for axis in axes if axis.key != SEED}
     return ", ".join(f"{label}={value}" for label, value in given.items() if value) or "the one setting"

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from rotexp.report.axes import SEED, Axis, differing_keys, find_axes, setting, value_text
 from rotexp.report.figures import FIGURES, Figure
+from rotexp.report.find import read_runs
 from rotexp.report.reading import dig
-from rotexp.report.runs import Run, read_runs
+from rotexp.report.runs import Run
 from rotexp.report.seeds import Spread, compare
 
 PROTOCOL = ("text_digest", "window", "stride", "windows")
@@ -45,12 +46,13 @@ def collect(folders: Sequence[Path], *, command: str) -> Report:
     Raises:
         ValueError: one of them holds no run.
     """
-    runs = read_runs(folders)
+    notes: list[str] = []
+    runs = read_runs(folders, complain=notes.append)
     axes = find_axes(runs)
     figures = [figure for figure in FIGURES if any(figure.value(run) is not None for run in runs)]
     settings = [setting(run, axes) for run in runs]
     spreads = {figure.key: compare_settings(figure, runs, settings) for figure in figures if figure.better}
-    return Report(command, runs, axes, figures, settings, spreads, [*_damaged(runs), *_protocols(runs)])
+    return Report(command, runs, axes, figures, settings, spreads, [*notes, *_damaged(runs), *_protocols(runs)])
 
 
 def compare_settings(figure: Figure, runs: Sequence[Run], settings: Sequence[str]) -> list[Spread]:

@@ -75,6 +75,12 @@ def device_hours(run: Run, seconds: float | None) -> float | None:
     return None if ranks is None or seconds is None else ranks * seconds / 3600
 
 
+def training_cost(run: Run) -> float | None:
+    """Return ranks times hours of training, as recorded or else from its seconds."""
+    given = number(dig(run.summary, "train", "device_hours"))
+    return device_hours(run, run.train_seconds) if given is None else given
+
+
 FIGURES = (
     _evaluated("trained", "perplexity", "perplexity trained", "lower"),
     _evaluated("hadamard", "perplexity", "perplexity Hadamard", "lower"),
@@ -85,10 +91,10 @@ FIGURES = (
     Figure("train_seconds", "training", "lower", lambda run: run.train_seconds, "s", "training, as far as it went"),
     Figure("seconds", "all phases", "lower", lambda run: run.seconds, "s", "all phases together, as far as they went"),
     Figure(
-        "train_device_hours",
+        "train/device_hours",
         "training cost",
         "lower",
-        lambda run: device_hours(run, run.train_seconds),
+        training_cost,
         "device-hours",
         "ranks times hours of training",
     ),

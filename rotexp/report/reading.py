@@ -5,27 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
+Held = TypeVar("Held", dict[str, Any], list[Any])
 Complain = Callable[[str], None]
 """Takes what is wrong with a file, in one line."""
 
 
 def read_json(file: Path, complain: Complain) -> dict[str, Any] | None:
     """Return the object a file holds, None where it cannot be read."""
-    return _read_mapping(file, json.loads, complain)
+    return _read(file, json.loads, dict, complain)
+
+
+def read_json_list(file: Path, complain: Complain) -> list[Any]:
+    """Return the list a file holds, empty where it cannot be read."""
+    return _read(file, json.loads, list, complain) or []
 
 
 def read_yaml(file: Path, complain: Complain) -> dict[str, Any] | None:
     """Return the mapping a file holds, None where it cannot be read."""
-    return _read_mapping(file, lambda text: yaml.load(text, LOADER), complain)
+    return _read(file, lambda text: yaml.load(text, LOADER), dict, complain)
 
 
-def _read_mapping(file: Path, parse: Callable[[str], Any], complain: Complain) -> dict[str, Any] | None:
+def _read(file: Path, parse: Callable[[str], Any], kind: type[Held], complain: Complain) -> Held | None:
     try:
         found = parse(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -33,9 +39,9 @@ def _read_mapping(file: Path, parse: Callable[[str], Any], complain: Complain) -
     except (ValueError, yaml.YAMLError) as error:
         complain(f"{file.name} cannot be read ({' '.join(str(error).split())})")
     else:
-        if isinstance(found, dict):
+        if isinstance(found, kind):
             return found
-        complain(f"{file.name} cannot be read (it holds no mapping)")
+        complain(f"{file.name} cannot be read (it holds no {kind.__name__})")
     return None
 
 

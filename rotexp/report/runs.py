@@ -1,10 +1,9 @@
-"""Find runs in folders, and read each, whatever became of it."""
+"""A run as its folder has it, whatever became of it."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -15,10 +14,7 @@ from rotexp.report.reading import dig, number, read_json, read_rows, read_yaml
 from rotexp.tracking.files import METRICS_FILE, SUMMARY_FILE
 
 CONFIG_FILE = "config.resolved.yaml"
-OWN_FOLDERS = ("checkpoints", "wandb")
-"""Folders of a run that hold no other runs."""
-
-NOT_RUNS = "holds no run (a run is a folder with summary.json); name the folder of a run or of a sweep"
+NO_STATUS = "summary.json says no status"
 
 
 @dataclass(frozen=True)
@@ -30,6 +26,7 @@ class Run:
         config: its configuration by dotted keys, lists whole; empty where it could not be read.
         rows: what was logged, in the order of the file.
         problems: what could not be read.
+        axes: what a sweep says it varied, of a job that left no configuration.
     """
 
     name: str
@@ -38,6 +35,7 @@ class Run:
     config: dict[str, Any]
     rows: list[dict[str, Any]] = field(repr=False)
     problems: list[str] = field(default_factory=list)
+    axes: dict[str, str] = field(default_factory=dict)
 
     @property
     def status(self) -> str:
@@ -47,7 +45,7 @@ class Run:
     @property
     def error(self) -> str:
         """What ended it, in one line; what its summary's damage is; empty where nothing is wrong."""
-        damage = self.problems[0] if self.problems else "summary.json says no status"
+        damage = next((problem for problem in self.problems if problem.startswith(SUMMARY_FILE)), NO_STATUS)
         error = self.summary.get("error") if "status" in self.summary else damage
         return " ".join(str(error).split()) if error else ""
 
@@ -64,10 +62,9 @@ class Run:
 
     @property
     def command(self) -> str:
-        """What repeats it."""
-        return (
-            f"python -m rotexp.train --config-dir {shlex.quote(path_text(self.folder))} --config-name config.resolved"
-        )
+        """What repeats it; empty where its configuration is not known."""
+        folder = shlex.quote(path_text(self.folder))
+        return f"python -m rotexp.train --config-dir {folder} --config-name config.resolved" if self.config else ""
 
     @cached_property
     def points(self) -> dict[str, dict[int, float]]:
@@ -134,35 +131,6 @@ class Run:
 
 
 STEP_TIMES = ("time/step_s", "time/data_s", "time/sync_s")
-
-
-def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read every run at or below the folders, in the order of their names; each once.
-
-    Raises:
-        ValueError: one of them is no folder, or holds no run.
-    """
-    found: dict[Path, None] = {}
-    for folder in folders:
-        if not folder.is_dir():
-            raise ValueError(f"{folder}: no such folder; name the folder of a run or of a sweep")
-        below = list(_below(folder.absolute()))
-        if not below:
-            raise ValueError(f"{folder}: {NOT_RUNS}")
-        found.update(dict.fromkeys(path.resolve() for path in below))
-    common = Path(os.path.commonpath([folder.resolve() for folder in folders]))
-    return [read_run(folder, name=_name(folder, common)) for folder in sorted(found)]
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    for path, subfolders, files in os.walk(folder):
-        subfolders[:] = [name for name in subfolders if name not in OWN_FOLDERS and not name.startswith(".")]
-        if SUMMARY_FILE in files:
-            yield Path(path)
-
-
-def _name(folder: Path, common: Path) -> str:
-    return path_text(folder.relative_to(common)) if folder != common else path_text(Path(folder.name))
 
 
 def path_text(path: Path) -> str:

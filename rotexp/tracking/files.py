@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from rotexp.folders import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -29,19 +30,6 @@ def revived(value: Any) -> Any:
     if isinstance(value, list):
         return [revived(item) for item in value]
     return float(value) if value in ("nan", "inf", "-inf") else value
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old one or the new one, whole."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

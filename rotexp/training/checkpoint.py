@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,7 +64,7 @@ class Checkpoints:
     def save(self, step: int, tensors: State, *, facts: Mapping[str, Any]) -> Path | None:
         """Write the checkpoint of a step; one that is there already is replaced.
 
-        What is written is what `tensors` and the random states hold now, also where it is written later.
+        What is written is what `tensors`, `facts` and the random states hold now, also where it is written later.
 
         Args:
             tensors: DTensors, `Pieces`, and tensors that are the same on every rank, on any device.
@@ -82,7 +84,9 @@ class Checkpoints:
         planners: list[SavePlanner] = []
         self._require(path, _fault(lambda: planners.append(self._hold(aside_of(path), tensors))))
         write = partial(self._write, aside_of(path), dict(tensors), *planners)
-        self._in_flight = _Writing(path, step, dict(facts), _start(write) if self._asynchronous else _run(write))
+        self._in_flight = _Writing(
+            path, step, deepcopy(dict(facts)), _start(write) if self._asynchronous else _run(write)
+        )
         return None if self._asynchronous else self.wait()
 
     def wait(self) -> Path | None:
@@ -100,6 +104,16 @@ class Checkpoints:
         self._require(writing.path, _fault(writing.written.result))
         self._require(writing.path, _fault(lambda: self._complete(writing)) if self._communication.rank == 0 else "")
         return writing.path
+
+    @contextmanager
+    def completed(self) -> Iterator[None]:
+        """Complete what is in flight when the block ends, or raises what all ranks raise alike."""
+        try:
+            yield
+        except (ArithmeticError, KeyboardInterrupt):
+            self.wait()
+            raise
+        self.wait()
 
     def _hold(self, aside: Path, tensors: State) -> SavePlanner:
         """Write this rank's random states of now, and hold what it will write, copied if that comes later."""

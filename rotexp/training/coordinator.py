@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 from rotexp.config import OnDivergence
 from rotexp.rotation.bank import RotationBank
 from rotexp.sharding.communication import Communication
+from rotexp.sharding.flat import divided
 from rotexp.sharding.master import ZeRO2Master
 from rotexp.sharding.shards import local_rows
+from rotexp.sharding.state_dicts import collective_device
 
 SMALL = 2**16
 """Numbers up to which a parameter that is no rotation shares the rotations' collective."""
@@ -136,6 +138,7 @@ class Coordinator:
         total = (rotation_part if weight_part is None else rotation_part + weight_part).sqrt()
         if max_norm is not None:
             coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+            coefficient = torch.where(total.isfinite(), coefficient, 1.0)  # lest one bad gradient spoil all
             for gradient in (*gradients.values(), *self._master_gradient()):
                 local_rows(gradient).mul_(coefficient)
         return Norms(total, rotation_part.sqrt(), None if weight_part is None else weight_part.sqrt())
@@ -144,18 +147,25 @@ class Coordinator:
     def nonfinite(self) -> str | None:
         """Return the first tensor, in the model's order, whose gradient is not finite on some rank (a collective)."""
         names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        gradients = self._gradients()
-        faults = [_has_nonfinite(gradients[name]) if name in gradients else False for name in names]
-        faults.append(any(_has_nonfinite(gradient) for gradient in self._master_gradient()))
-        device = next(iter(gradients.values())).device if gradients else None
-        found = self.communication.reduce_(torch.tensor(faults, dtype=torch.float32, device=device), "max").tolist()
-        return next((name for name, fault in zip((*names, "the master"), found, strict=True) if fault), None)
+        faults = {name: _has_nonfinite(gradient) for name, gradient in self._gradients().items()}
+        faults |= self._master_faults()
+        mine = torch.tensor([float(faults.get(name, False)) for name in names])
+        found = self.communication.reduce_(mine.to(collective_device(self.communication)), "max").tolist()
+        return next((name for name, fault in zip(names, found, strict=True) if fault), None)
 
     def _gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
     def _master_gradient(self) -> list[Tensor]:
         return [] if self.master is None or self.master.shard.grad is None else [self.master.shard.grad]
+
+    def _master_faults(self) -> dict[str, bool]:
+        """Return which of the master's parameters have a gradient that is not finite in this rank's shard."""
+        if self.master is None or self.master.shard.grad is None:
+            return {}
+        sizes = {name: shape.numel() for name, shape in self.master.layout.shapes.items()}
+        cut = divided(self.master.pieces(self.master.shard.grad), sizes)
+        return {name: any(map(_has_nonfinite, pieces.tensors)) for name, pieces in cut.items()}
 
     def _squared_weight_norm(self, gradients: list[Tensor]) -> Tensor:
         """Add up whole gradients once, and the shards of the others over all ranks (a collective if there are any)."""

@@ -45,7 +45,7 @@ def train(
     *,
     accelerator: Accelerator,
     communication: Communication,
-    teacher: Teacher,
+    teacher: Teacher | None,
     log: Log,
     save: Callable[[], None],
     stop: StopRequest,
@@ -105,6 +105,8 @@ def train(
         state.optimizers.project()
         coordinator.broadcast()
     result.seconds = before + time.perf_counter() - began
+    if stop.signal is not None:  # it came after the last step, which is saved
+        raise Interrupted(stop.signal)
 
 
 def _advance(state: TrainingState, coordinator: Coordinator, config: Config, *, loss: float, norms: Norms) -> None:
@@ -117,7 +119,9 @@ def _advance(state: TrainingState, coordinator: Coordinator, config: Config, *, 
         state.advance(loss)
         return
     tensor = coordinator.nonfinite()
-    where = f"the loss is {loss}" if tensor is None else f"the gradient of {tensor} is not finite (loss {loss})"
+    where = f"the gradient of {tensor} is not finite (loss {loss})"
+    if tensor is None:
+        where = f"the norm of the gradients is {norms.total.item()}" if math.isfinite(loss) else f"the loss is {loss}"
     fault = f"step {state.step + 1}: {where}"
     if config.train.on_nonfinite is OnNonfinite.stop:
         raise FloatingPointError(

@@ -20,7 +20,7 @@ class Objective(Protocol):
 
     distills: ClassVar[bool]
 
-    def __call__(self, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher) -> Tensor:
+    def __call__(self, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher | None = None) -> Tensor:
         """Return the mean loss in nats, a scalar, for token_ids: (batch, tokens)."""
         ...
 
@@ -30,7 +30,7 @@ class CrossEntropy:
 
     distills: ClassVar[bool] = False
 
-    def __call__(self, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher) -> Tensor:  # noqa: ARG002
+    def __call__(self, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher | None = None) -> Tensor:  # noqa: ARG002
         """Return the mean loss, a scalar, for token_ids: (batch, tokens)."""
         logits = model.logits(token_ids)[:, :-1]
         return F.cross_entropy(logits.flatten(0, 1).float(), token_ids[:, 1:].flatten())
@@ -39,14 +39,14 @@ class CrossEntropy:
 class KLDivergence:
     """KL(float ‖ quantized) of the next-token distributions, averaged over all tokens.
 
-    The teacher is the same model, rotation and quantization switched off, or a second one where weights are trained.
+    The teacher is the same model, rotation and quantization switched off, unless a second one is given.
     """
 
     distills: ClassVar[bool] = True
 
-    def __call__(self, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher) -> Tensor:
+    def __call__(self, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher | None = None) -> Tensor:
         """Return the mean divergence, a scalar, for token_ids: (batch, tokens)."""
-        target = F.log_softmax(_target_logits(teacher, token_ids), dim=-1).flatten(0, 1)
+        target = F.log_softmax(_target_logits(model, token_ids, teacher), dim=-1).flatten(0, 1)
         student = F.log_softmax(model.logits(token_ids).float(), dim=-1).flatten(0, 1)
         return F.kl_div(student, target, log_target=True, reduction="batchmean")
 
@@ -62,9 +62,9 @@ class TopKKLDivergence:
     def __init__(self, k: int) -> None:
         self.k = k
 
-    def __call__(self, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher) -> Tensor:
+    def __call__(self, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher | None = None) -> Tensor:
         """Return the mean divergence, a scalar, for token_ids: (batch, tokens)."""
-        target = F.softmax(_target_logits(teacher, token_ids), dim=-1).flatten(0, 1)
+        target = F.softmax(_target_logits(model, token_ids, teacher), dim=-1).flatten(0, 1)
         likely, indices = target.topk(min(self.k, target.shape[-1]), dim=-1)
         student = F.softmax(model.logits(token_ids).float(), dim=-1).flatten(0, 1).gather(-1, indices)
         return F.kl_div(_with_rest(student).log(), _with_rest(likely), reduction="batchmean")
@@ -77,5 +77,8 @@ def _with_rest(probabilities: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _target_logits(teacher: Teacher, token_ids: Tensor) -> Tensor:
-    return teacher(token_ids).float()
+def _target_logits(model: RotatedModel, token_ids: Tensor, teacher: Teacher | None) -> Tensor:
+    if teacher is not None:
+        return teacher(token_ids).float()
+    with model.mode.set(rotate=False, quantize=False):
+        return model.logits(token_ids).float()

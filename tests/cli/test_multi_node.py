@@ -41,11 +41,13 @@ def nodes(small: list[str], tmp_path: Path) -> Iterator[Nodes]:
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, command: tuple[str, ...] = TRAIN, number: int = 2) -> list[subprocess.Popen[str]]:
+        given = {argument.partition("=")[0] for argument in arguments}
+        kept = [override for override in small if override.partition("=")[0] not in given]
         for node in range(number):
             where = f"hydra.run.dir={tmp_path / f'node{node}'}"
             started.append(
                 subprocess.Popen(
-                    [*command, *small, "tracker=jsonl", "sharding=full", *arguments, where],
+                    [*command, *kept, "tracker=jsonl", "sharding=full", *arguments, where],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,

@@ -37,11 +37,11 @@ CLUSTER = {
         here = Path(sys.argv[0]).parent
         shutil.copy(sys.argv[1], here / "script.sh")
         (here / "arguments.txt").write_text(" ".join(sys.argv[1:]))
-        last = int(re.search(r"--array=0-([0-9]+)", Path(sys.argv[1]).read_text()).group(1))
-        for task in range(last + 1):
-            place = {"SLURM_JOB_ID": 70 + task, "SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": task, "SLURM_NTASKS": 1,
-                     "SLURM_NNODES": 1, "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0, "SLURM_STEP_ID": 0,
-                     "SLURM_JOB_NODELIST": "localhost", "FAKE_TASK": task}
+        array = re.search(r"--array=0-([0-9]+)", Path(sys.argv[1]).read_text())
+        for task in range(int(array.group(1)) + 1 if array else 1):
+            place = {"SLURM_JOB_ID": 7 + task, "SLURM_NTASKS": 1, "SLURM_NNODES": 1, "SLURM_PROCID": 0,
+                     "SLURM_LOCALID": 0, "SLURM_NODEID": 0, "SLURM_STEP_ID": 0, "SLURM_JOB_NODELIST": "localhost",
+                     "FAKE_TASK": task} | ({"SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": task} if array else {})
             again = here / f"requeue-{task}"
             loop = f'while true; do bash "{sys.argv[1]}"; [ -f {again} ] || break; rm {again}; done'
             subprocess.Popen(["bash", "-c", loop], env=os.environ | {name: str(value) for name, value in place.items()},

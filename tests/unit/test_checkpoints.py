@@ -268,7 +268,9 @@ def test_what_was_held_at_the_call_is_written_asynchronously(tmp_path: Path) -> 
     checkpoints = opened(tmp_path, asynchronous=True)
     state = tensors(3)
     torch.manual_seed(5)
-    assert checkpoints.save(3, state, facts={"a": 1}) is None
+    losses = [1.0]
+    assert checkpoints.save(3, state, facts={"losses": losses}) is None
+    losses.append(2.0)
     expected = torch.randn(3)
     for value in (state["rotation"], state["weight"], *state["master"].tensors):
         value.fill_(9)
@@ -278,6 +280,7 @@ def test_what_was_held_at_the_call_is_written_asynchronously(tmp_path: Path) -> 
     for name in ("rotation", "weight", "step"):
         assert torch.equal(written[name], synchronous[name])
     assert torch.equal(torch.cat(written["master"].tensors), torch.full((7,), 3.0))
+    assert read_facts(path)["facts"] == {"losses": [1.0]}
     assert restore_random_states(path, communication=Communication())
     assert torch.equal(torch.randn(3), expected)
     assert checkpoints.wait() is None

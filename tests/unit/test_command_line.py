@@ -13,7 +13,7 @@ import pytest
 from omegaconf import DictConfig
 
 from rotexp.command_line import run_command
-from rotexp.launch.signals import Interrupted
+from rotexp.signals import Interrupted
 
 PRESETS = Path(__file__).parents[2] / "conf" / "model"
 MODELS = f"choose one of {', '.join(sorted(path.stem for path in PRESETS.glob('*.yaml')))}"

@@ -273,6 +273,34 @@ RULES = [
     (["launch.threads=0"], "launch.threads=0", "at least 1 or null", "null decides"),
     (["launch.timeout_minutes=0"], "launch.timeout_minutes=0.0", "above 0 and at most", "the default is 30"),
     (["launch.timeout_minutes=inf"], "launch.timeout_minutes=inf", "above 0 and at most", "the default is 30"),
+    (["launch.nnodes=0"], "launch.nnodes=0", "at least 1", "this machine alone"),
+    (["launch.nnodes=2"], "launch.nnodes=2", "launch=elastic and launch.rdzv_endpoint=HOST:PORT", "torchrun"),
+    (["resume=''"], "resume=", "auto, never or a folder", "leave it out"),
+    (["sweep.jobs_at_once=0"], "sweep.jobs_at_once=0", "at least 1", "leave it out"),
+    (["train.checkpoint_every=0"], "train.checkpoint_every=0", "at least 1 or null", "saves at the end"),
+    (["train.keep_checkpoints=0"], "train.keep_checkpoints=0", "at least 1", "never deleted"),
+    (["ema.decay=1"], "ema.decay=1.0", "between 0 and 1, or null", "switches it off"),
+    (["adamw.lr=0"], "adamw.lr=0.0", "above 0", "the default is 1e-5"),
+    (["adamw.betas=[0.9]"], "adamw.betas=[0.9]", "two in [0, 1)", "leave them out"),
+    (["adamw.eps=0"], "adamw.eps=0.0", "above 0", "the default is"),
+    (["adamw.weight_decay=-1"], "adamw.weight_decay=-1.0", "0 or more", "0 switches"),
+    (
+        ["quant=w16a4", "train.params=rotations_and_scales"],
+        "train.params=rotations_and_scales",
+        "quant.weights.bits=16, which has no scales",
+        "another quant",
+    ),
+    (
+        ["model.dtype=bfloat16", "train.params=all"],
+        "model.dtype=bfloat16",
+        "float32 for train.params=all, since small updates vanish",
+        "sharding=zero2_master",
+    ),
+    (["sharding.sim_world=2"], "sharding=no_shard", "without sim_world", "use another sharding"),
+    (["sharding=full", "sharding.bucket_mib=1"], "sharding=full", "without sharding.bucket_mib", "zero2_master"),
+    (["sharding=zero2_master", "sharding.sim_world=1"], "sharding.sim_world=1", "at least 2 or null", "simulates"),
+    (["sharding=zero2_master", "sharding.bucket_mib=0"], "sharding.bucket_mib=0", "at least 1", "the default is"),
+    (["sharding=zero2_master", "sharding.cpu_offload=true"], "sharding=zero2_master", "without cpu_offload", "another"),
     (["launch=inline", "launch.nproc=2"], "launch.nproc=2", "1 for launch=inline", "use launch=elastic"),
 ]
 
@@ -414,9 +442,9 @@ def other(value: Any) -> Any:
         case int() | float():
             return value + 1
         case list():
-            return [*value, "another"]
+            return [*value, 0.5 if value and isinstance(value[0], float) else "another"]
         case Null(annotation):
-            others = {"int | None": 3, "bool | None": True, "str | None": "text", "Dtype | None": Dtype.float16}
+            others = {"int | None": 3, "bool | None": True, "str | None": "text", "float | None": 0.5, "Dtype | None": Dtype.float16}
             return others[annotation]
         case _:
             return f"{value} another"

@@ -8,7 +8,8 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_every_package_on_disk_is_declared_and_no_other() -> None:
-    on_disk = {".".join(file.relative_to(ROOT).parent.parts) for file in (ROOT / "rotexp").rglob("__init__.py")}
+    files = [file for top in ("rotexp", "hydra_plugins") for file in (ROOT / top).rglob("__init__.py")]
+    on_disk = {".".join(file.relative_to(ROOT).parent.parts) for file in files}
     assert sorted(SETTINGS["tool"]["setuptools"]["packages"]) == sorted(on_disk | {"rotexp.conf"})
 
 
@@ -23,6 +24,7 @@ def test_the_configuration_is_packaged_from_its_folder() -> None:
     assert (ROOT / "conf" / "__init__.py").is_file()
     assert "**/*.yaml" in setuptools["package-data"]["rotexp.conf"]
     assert "weights/*" in setuptools["package-data"]["rotexp.models.tiny"]
+    assert "web/*" in setuptools["package-data"]["rotexp.report"]
 
 
 def test_declared_commands_exist() -> None:

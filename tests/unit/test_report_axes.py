@@ -3,17 +3,19 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 from report_runs import PROTOCOL, make_run, summary
 
 from rotexp.report.axes import find_axes, setting
 from rotexp.report.collect import collect, differences
-from rotexp.report.runs import Run, read_runs
+from rotexp.report.find import read_runs
+from rotexp.report.runs import Run
 
 
 def runs_with(tmp_path: Path, *changes: dict[str, Any]) -> list[Run]:
     for index, change in enumerate(changes):
         make_run(tmp_path / f"{index:02}", **change)
-    return read_runs([tmp_path])
+    return read_runs([tmp_path], complain=pytest.fail)
 
 
 def labels(runs: list[Run]) -> list[str]:

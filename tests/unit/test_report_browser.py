@@ -145,7 +145,7 @@ def test_memory_reaches_from_the_smallest_rank_to_the_largest(page: Any) -> None
 
 
 def test_cost_is_ranks_times_time(page: Any) -> None:
-    page.select_option("#cost-measure", "train_device_hours")
+    page.select_option("#cost-measure", "train/device_hours")
     page.select_option("#cost-quality", "eval/trained/kl")
     point = next(point for point in drawn(page, "cost", "data") if point["name"].endswith("full-1"))
     assert (point["x"], point["y"]) == ([pytest.approx(2 * 2.0 / 3600)], [0.2])

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 from report_runs import make_run, phase_rows, step_row, summary
 
+from rotexp.report.collect import collect
 from rotexp.report.figures import FIGURES
-from rotexp.report.runs import Run, read_run, read_runs
+from rotexp.report.find import read_runs
+from rotexp.report.runs import Run, read_run
+
+
+def names(*folders: Path) -> list[str]:
+    return [run.name for run in read_runs(folders, complain=pytest.fail)]
 
 
 def figure(run: Run, key: str) -> float | None:
@@ -25,16 +31,50 @@ def test_runs_are_found_at_any_depth_and_only_once(tmp_path: Path) -> None:
     make_run(tmp_path / "alone")
     for of_a_run in ("checkpoints", "wandb", ".aside"):
         make_run(tmp_path / "alone" / of_a_run / "copy")
-    found = read_runs([tmp_path / "sweep", tmp_path / "sweep" / "a", tmp_path / "alone"])
-    assert [run.name for run in found] == ["alone", "sweep/a", "sweep/deep/er/b"]
-    assert [run.name for run in read_runs([tmp_path / "alone"])] == ["alone"]
+    assert names(tmp_path / "sweep", tmp_path / "sweep" / "a", tmp_path / "alone") == [
+        "alone",
+        "sweep/a",
+        "sweep/deep/er/b",
+    ]
+    assert names(tmp_path / "alone") == ["alone"]
+
+
+def test_jobs_that_left_no_run_are_not_lost(tmp_path: Path) -> None:
+    make_run(tmp_path / "sharding_full", sharding__strategy="full")
+    make_run(tmp_path / "sharding_no_shard")
+    jobs = [
+        {"name": "sharding_full", "axes": {"sharding": "full"}, "status": "done", "error": None},
+        {
+            "name": "sharding_zero3",
+            "axes": {"sharding": "zero3"},
+            "folder": None,
+            "status": "refused",
+            "error": "no such",
+        },
+        {"name": "sharding_zero2", "axes": {"sharding": "zero2"}, "folder": None, "status": "not started"},
+        "damage",
+    ]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    report = collect([tmp_path], command="")
+    (axis,) = report.axes
+    assert [(run.name, run.status, run.error, axis.of(run)) for run in report.runs] == [
+        ("sharding_full", "done", "", "full"),
+        ("sharding_no_shard", "done", "", "no_shard"),
+        ("sharding_zero2", "not started", "", "zero2"),
+        ("sharding_zero3", "refused", "no such", "zero3"),
+    ]
+    assert report.settings[3] == "sharding=zero3"
+    assert [run.command == "" for run in report.runs] == [False, False, True, True]
+    (tmp_path / "jobs.json").write_text("[{")
+    (note,) = collect([tmp_path], command="").notes
+    assert note.startswith(f"{tmp_path.name}: jobs.json cannot be read (")
 
 
 def test_a_folder_that_is_none_or_holds_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="gone: no such folder; name the folder of a run or of a sweep"):
-        read_runs([tmp_path / "gone"])
+        names(tmp_path / "gone")
     with pytest.raises(ValueError, match="holds no run"):
-        read_runs([tmp_path])
+        names(tmp_path)
 
 
 @pytest.mark.parametrize("status", ["running", "failed", "oom", "interrupted"])
@@ -58,6 +98,7 @@ def test_a_finished_run_shows_its_end_state(tmp_path: Path) -> None:
     assert figure(run, "eval/trained/perplexity") == 29.5
     assert figure(run, "seconds") == 2.25
     assert figure(run, "device_hours") == pytest.approx(4 * 2.25 / 3600)
+    assert figure(run, "train/device_hours") == pytest.approx(4 * 2.0 / 3600)
     assert figure(run, "peak_memory") == 1.5
     assert run.memory["load"] == {"peak_rss_gib_max": 0.75, "peak_rss_gib_min": 0.5}
 

@@ -28,7 +28,11 @@ function draw(name, traces, { x, y, caption, runs, ...layout }) {
 function commandsOf(runs) {
   const details = element("details", {}, element("summary", {}, "the commands that made this figure"));
   const fill = () =>
-    details.append(...[DATA.command, ...runs.map((run) => run.command)].map((command) => element("code", {}, command)));
+    details.append(
+      ...[DATA.command, ...runs.map((run) => run.command)]
+        .filter(Boolean)
+        .map((command) => element("code", {}, command)),
+    );
   details.addEventListener("toggle", fill, { once: true });
   return details;
 }

@@ -1,0 +1,239 @@
+"""What each strategy holds when everything is trained, against the closed forms: `python -m benchmarks.trained_memory`."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks import facts
+from benchmarks.variants import QUANTIZERS, RANDOM_SIZES
+from rotexp.config import (
+    MINIMUM_WORLD,
+    CayleySGDConfig,
+    Config,
+    EMAConfig,
+    ModelConfig,
+    ModelDtype,
+    ModelSource,
+    ObjectiveConfig,
+    RotationConfig,
+    ShardingConfig,
+    Strategy,
+    Trainable,
+    TrainConfig,
+)
+from rotexp.metrics.memory import GIB, peaks, reset_peaks
+from rotexp.metrics.static_memory import StaticBytes, predict
+from rotexp.models.arch import find_spec
+from rotexp.models.checkpoint import Checkpoint
+from rotexp.models.load import build_model, open_checkpoint
+from rotexp.models.materialize import materialize
+from rotexp.rotation.merge import prepare
+from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.placement import place
+from rotexp.rotation.trainable import start_scales, train_also
+from rotexp.sharding.communication import Communication
+from rotexp.sharding.strategies import shard
+from rotexp.targets import build
+from rotexp.training.coordinator import Coordinator
+from rotexp.training.objectives import Teacher
+from rotexp.training.state import TrainingState
+from rotexp.training.teacher import load_teacher
+
+CPU = torch.device("cpu")
+STEPS = 2
+"""The first makes what is made once, the second is measured."""
+
+MIB = 2**20
+MARK = "allocated at "
+TRIALS = [*((strategy, ModelDtype.float32) for strategy in Strategy), (Strategy.zero2_master, ModelDtype.bfloat16)]
+
+
+class Allocations:
+    """The bytes that torch's CPU allocator has given and not got back since a block was entered, at marked moments.
+
+    Attributes:
+        at: bytes at each mark; of marks of one name, the last.
+        peak: the most between the first mark and the last.
+    """
+
+    def __init__(self) -> None:
+        self.at: dict[str, int] = {}
+        self.peak = 0
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the block; the figures are there after it."""
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as recorder:
+            yield
+        held = 0
+        recorded: Any = recorder.profiler
+        for event in sorted(recorded.kineto_results.events(), key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                self.peak = max(self.peak, held) if self.at else 0
+            elif event.name().startswith(MARK):
+                self.at[event.name().removeprefix(MARK)] = held
+
+    def mark(self, name: str) -> None:
+        """Name this moment, what no one refers to any more put away."""
+        gc.collect()
+        with record_function(f"{MARK}{name}"):
+            pass
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRequest:
+    """One world to measure, in which every rank trains on one block."""
+
+    strategy: str
+    model: str = "135m"
+    dtype: str = "float32"
+    tokens: int = 64
+    ema_decay: float | None = 0.99
+
+    def config(self) -> Config:
+        """Return the run that is measured."""
+        return Config(
+            model=ModelConfig("random_llama", ModelSource.random, size=self.model, dtype=ModelDtype[self.dtype]),
+            quant=QUANTIZERS["w4a4"],
+            rotation=RotationConfig("learned", r1=True, r2=True),
+            optimizer=CayleySGDConfig(),
+            objective=ObjectiveConfig("ce", "rotexp.training.objectives.CrossEntropy"),
+            train=TrainConfig(steps=STEPS, params=Trainable.all),
+            ema=EMAConfig(self.ema_decay),
+            sharding=ShardingConfig(Strategy[self.strategy]),
+        )
+
+
+def measure_world(request: MemoryRequest, *, world_size: int) -> list[dict[str, Any]]:
+    """Return what every rank of a world found, each a process of its own."""
+    with tempfile.TemporaryDirectory() as place:
+        mp.spawn(_be_rank, (request, world_size, Path(place)), nprocs=world_size)
+        return [facts.read_json(_result(Path(place), rank)) for rank in range(world_size)]
+
+
+def _be_rank(rank: int, request: MemoryRequest, world_size: int, place: Path) -> None:
+    torch.set_num_threads(1)
+    meeting = f"file://{place / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
+    config = request.config()
+    checkpoint = open_checkpoint(config.model, seed=config.seed)
+    figures = measure_rank(checkpoint, config, tokens=request.tokens)
+    facts.write_json(_result(place, rank), figures)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # a finalizing interpreter ends the group's threads in the middle of C++, which aborts (Python < 3.14)
+
+
+def _result(place: Path, rank: int) -> Path:
+    return place / f"rank-{rank}.json"
+
+
+def measure_rank(checkpoint: Checkpoint, config: Config, *, tokens: int) -> dict[str, Any]:
+    """Train as a run does, on one block of random tokens, and return closed forms and measured bytes of this rank.
+
+    Returns:
+        `predicted`, by kind, from the model before it had memory; `between_steps`, predicted; `allocated` at each mark
+        (`gathered`: after a forward without gradients; `backward`: gradients as it left them; `ready`: to step by;
+        `between`: the step done), `bookkeeping` (what sharding itself allocated while weights had no memory), `peak`
+        and `peak_rss_gib` of the last step.
+    """
+    allocations = Allocations()
+    token_ids = torch.randint(checkpoint.config.vocab_size, (1, tokens))
+    with allocations.recorded():
+        model, communication = _build(checkpoint, config), _communication()
+        allocations.mark("bookless")
+        forecast = predict(model, config, world_size=communication.world_size, rank=communication.rank)
+        _shard(model, config, communication)
+        allocations.mark("empty")
+        state, teacher = _prepare(model, checkpoint, config, communication)
+        coordinator = Coordinator(model.network, communication, master=state.master)
+        for _ in range(STEPS):
+            reset_peaks(CPU)
+            _step(state, coordinator, config, token_ids, teacher, allocations)
+        with torch.no_grad():
+            state.model.logits(token_ids)
+        allocations.mark("gathered")
+    bookkeeping = allocations.at.pop("empty") - allocations.at.pop("bookless")
+    return {
+        "predicted": forecast.by_kind(),
+        "between_steps": forecast.between_steps,
+        "num_trained": len(state.optimizers.weights.state) if state.optimizers.weights else 0,
+        "allocated": {name: held - bookkeeping for name, held in allocations.at.items()},
+        "bookkeeping": bookkeeping,
+        "peak": allocations.peak - bookkeeping,
+        **peaks(CPU),
+    }
+
+
+def _communication() -> Communication:
+    return Communication(rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def _build(checkpoint: Checkpoint, config: Config) -> RotatedModel:
+    network = build_model(checkpoint, dtype=getattr(torch, config.model.dtype.name))
+    model = place(network, find_spec(network), config.rotation, config.quant, seed=config.seed)
+    train_also(model, config.train.params)
+    return model
+
+
+def _shard(model: RotatedModel, config: Config, communication: Communication) -> None:
+    shard(
+        model.network,
+        config.sharding,
+        units=model.units,
+        ignored=model.unsharded,
+        device_type="cpu",
+        world_size=communication.world_size,
+    )
+    model.keep_codes(not config.sharding.strategy.reshards_after_forward)
+
+
+def _prepare(
+    model: RotatedModel, checkpoint: Checkpoint, config: Config, communication: Communication
+) -> tuple[TrainingState, Teacher | None]:
+    """Read the weights, and make what training needs, in the order of a run."""
+    materialize(model.network, checkpoint, device=CPU, added=model.added)
+    prepare(model)
+    start_scales(model)
+    state = TrainingState(model, config, communication=communication)
+    distills = build(config.objective).distills
+    options: dict[str, Any] = {"device": CPU, "world_size": communication.world_size, "ranks_per_node": None}
+    return state, load_teacher(checkpoint, config, **options) if distills else None
+
+
+def _step(
+    state: TrainingState,
+    coordinator: Coordinator,
+    config: Config,
+    token_ids: Tensor,
+    teacher: Teacher | None,
+    allocations: Allocations,
+) -> None:
+    """Make one step as the training loop does, and mark what is held after each part of it."""
+    with state.model.mode.set(rotate=True, quantize=True):
+        loss = build(config.objective)(state.model, token_ids, teacher=teacher)
+        loss.backward()
+    number = loss.detach().item()
+    del loss
+    allocations.mark("backward")
+    coordinator.consolidate(torch.zeros(1))
+    coordinator.clip(config.train.max_grad_norm)
+    allocations.mark("ready")
+    state.advance(number)
+    allocations.mark("between")
