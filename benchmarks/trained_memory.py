@@ -7,8 +7,7 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import facts
 from benchmarks.variants import QUANTIZERS, RANDOM_SIZES
@@ -46,6 +44,7 @@ from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.placement import place
 from rotexp.rotation.trainable import start_scales, train_also
 from rotexp.sharding.communication import Communication
+from rotexp.sharding.shards import local_rows
 from rotexp.sharding.strategies import shard
 from rotexp.targets import build
 from rotexp.training.coordinator import Coordinator
@@ -58,41 +57,19 @@ STEPS = 2
 """The first makes what is made once, the second is measured."""
 
 MIB = 2**20
-MARK = "allocated at "
 TRIALS = [*((strategy, ModelDtype.float32) for strategy in Strategy), (Strategy.zero2_master, ModelDtype.bfloat16)]
 
 
-class Allocations:
-    """The bytes that torch's CPU allocator has given and not got back since a block was entered, at marked moments.
+def live_bytes() -> int:
+    """Return the bytes of every storage to which a tensor of this process refers, each storage once.
 
-    Attributes:
-        at: bytes at each mark; of marks of one name, the last.
-        peak: the most between the first mark and the last.
+    Nothing is told to it: it goes through all Python objects, and the gradients that only autograd refers to.
     """
-
-    def __init__(self) -> None:
-        self.at: dict[str, int] = {}
-        self.peak = 0
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record the block; the figures are there after it."""
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as recorder:
-            yield
-        held = 0
-        recorded: Any = recorder.profiler
-        for event in sorted(recorded.kineto_results.events(), key=lambda event: event.start_ns()):
-            if event.name() == "[memory]":
-                held += event.nbytes()
-                self.peak = max(self.peak, held) if self.at else 0
-            elif event.name().startswith(MARK):
-                self.at[event.name().removeprefix(MARK)] = held
-
-    def mark(self, name: str) -> None:
-        """Name this moment, what no one refers to any more put away."""
-        gc.collect()
-        with record_function(f"{MARK}{name}"):
-            pass
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    storages = [local_rows(tensor).untyped_storage() for tensor in tensors if not tensor.is_meta]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,44 +122,49 @@ def _result(place: Path, rank: int) -> Path:
 
 
 def measure_rank(checkpoint: Checkpoint, config: Config, *, tokens: int) -> dict[str, Any]:
-    """Train as a run does, on one block of random tokens, and return closed forms and measured bytes of this rank.
+    """Train as a run does, on one block of random tokens, and compare what this rank holds with the closed forms.
 
     Returns:
-        `predicted`, by kind, from the model before it had memory; `between_steps`, predicted; `allocated` at each mark
-        (`gathered`: after a forward without gradients; `backward`: gradients as it left them; `ready`: to step by;
-        `between`: the step done), `bookkeeping` (what sharding itself allocated while weights had no memory), `peak`
-        and `peak_rss_gib` of the last step.
+        For each moment, `predicted` from the model before it had memory, and `measured`: `backward` (gradients are as
+        it left them), `ready` (they are reduced, to step by), `between` (the step is done) and `gathered` (after a
+        forward without gradients). `kinds` of the prediction, `num_trained` tensors of AdamW, and the resident peak of
+        the last step. Measured bytes are without the batch and what describes the mesh.
     """
-    allocations = Allocations()
+    communication = Communication(rank=dist.get_rank(), world_size=dist.get_world_size())
     token_ids = torch.randint(checkpoint.config.vocab_size, (1, tokens))
-    with allocations.recorded():
-        model, communication = _build(checkpoint, config), _communication()
-        allocations.mark("bookless")
-        forecast = predict(model, config, world_size=communication.world_size, rank=communication.rank)
-        _shard(model, config, communication)
-        allocations.mark("empty")
-        state, teacher = _prepare(model, checkpoint, config, communication)
-        coordinator = Coordinator(model.network, communication, master=state.master)
-        for _ in range(STEPS):
-            reset_peaks(CPU)
-            _step(state, coordinator, config, token_ids, teacher, allocations)
-        with torch.no_grad():
-            state.model.logits(token_ids)
-        allocations.mark("gathered")
-    bookkeeping = allocations.at.pop("empty") - allocations.at.pop("bookless")
+    before = live_bytes()
+    model = _build(checkpoint, config)
+    predicted = predict(model, config, world_size=communication.world_size, rank=communication.rank)
+    before -= live_bytes()
+    _shard(model, config, communication)
+    before += live_bytes()
+    state, teacher = _prepare(model, checkpoint, config, communication)
+    coordinator = Coordinator(model.network, communication, master=state.master)
+    for _ in range(STEPS):
+        reset_peaks(CPU)
+        measured = _step(state, coordinator, config, token_ids, teacher)
+    figures = peaks(CPU)
+    with torch.no_grad():
+        model.logits(token_ids)
+    measured["gathered"] = live_bytes()
     return {
-        "predicted": forecast.by_kind(),
-        "between_steps": forecast.between_steps,
+        "predicted": moments(predicted),
+        "measured": {moment: held - before for moment, held in measured.items()},
+        "kinds": predicted.by_kind(),
         "num_trained": len(state.optimizers.weights.state) if state.optimizers.weights else 0,
-        "allocated": {name: held - bookkeeping for name, held in allocations.at.items()},
-        "bookkeeping": bookkeeping,
-        "peak": allocations.peak - bookkeeping,
-        **peaks(CPU),
+        **figures,
     }
 
 
-def _communication() -> Communication:
-    return Communication(rank=dist.get_rank(), world_size=dist.get_world_size())
+def moments(predicted: StaticBytes) -> dict[str, int]:
+    """Return what a rank holds at each moment that `measure_rank` looks at."""
+    moved = predicted.gradients if predicted.master else 0
+    return {
+        "backward": predicted.total - predicted.shard_gradient,
+        "ready": predicted.total - moved,
+        "between": predicted.between_steps,
+        "gathered": predicted.between_steps + predicted.gathered,
+    }
 
 
 def _build(checkpoint: Checkpoint, config: Config) -> RotatedModel:
@@ -218,22 +200,19 @@ def _prepare(
 
 
 def _step(
-    state: TrainingState,
-    coordinator: Coordinator,
-    config: Config,
-    token_ids: Tensor,
-    teacher: Teacher | None,
-    allocations: Allocations,
-) -> None:
-    """Make one step as the training loop does, and mark what is held after each part of it."""
+    state: TrainingState, coordinator: Coordinator, config: Config, token_ids: Tensor, teacher: Teacher | None
+) -> dict[str, int]:
+    """Make one step as the training loop does, and return what is held after each part of it."""
+    held = {}
     with state.model.mode.set(rotate=True, quantize=True):
         loss = build(config.objective)(state.model, token_ids, teacher=teacher)
         loss.backward()
-    number = loss.detach().item()
+    number = loss.item()
     del loss
-    allocations.mark("backward")
+    held["backward"] = live_bytes()
     coordinator.consolidate(torch.zeros(1))
     coordinator.clip(config.train.max_grad_norm)
-    allocations.mark("ready")
+    held["ready"] = live_bytes()
     state.advance(number)
-    allocations.mark("between")
+    held["between"] = live_bytes()
+    return held

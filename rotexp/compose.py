@@ -55,7 +55,7 @@ def to_config(composed: DictConfig) -> Config:
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     data, rotation = config.data, config.rotation
-    if config.resume not in ("auto", "never"):
+    if config.resume not in ("", "auto", "never"):
         config = dataclasses.replace(config, resume=str(Path(config.resume).resolve()))
     config = dataclasses.replace(
         config,

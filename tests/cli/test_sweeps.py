@@ -79,8 +79,8 @@ def sweep(
 
 def table(ended: Run) -> list[list[str]]:
     """Return the cells of the rows of the table at the end."""
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in ended.output.splitlines() if "│" in line]
-    return [row for row in rows if len(row) > 6]
+    lines = ended.output.rpartition("\nsweep ")[2].splitlines()
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
 
 
 def assert_same(folder: Path, alone: Run) -> None:

@@ -17,7 +17,7 @@ from rotexp.signals import Interrupted
 
 PRESETS = Path(__file__).parents[2] / "conf" / "model"
 MODELS = f"choose one of {', '.join(sorted(path.stem for path in PRESETS.glob('*.yaml')))}"
-TRAIN_KEYS = "train has steps, micro_batch_size, max_grad_norm, lr_schedule, warmup_steps, log_every"
+TRAIN_KEYS = "train has steps, params, micro_batch_size, max_grad_norm, lr_schedule, warmup_steps, log_every"
 
 REFUSED: dict[str, list[str]] = {
     # a group, an option
@@ -26,17 +26,17 @@ REFUSED: dict[str, list[str]] = {
     "model=": ["model=: no such option; ", MODELS],
     "model=3": ["model=3: must be an option of model; ", MODELS],
     "model=null": ["model=null: must be an option of model; ", MODELS],
-    "experiment=nope": ["experiment=nope: no such option; choose one of smollm2_135m_w4a4"],
+    "experiment=nope": ["experiment=nope: no such option; choose one of bits, "],
     "optimizer=sgd": ["optimizer=sgd: no such option; choose one of cayley_sgd"],
-    "modle=tiny": ["modle=tiny: no such key; the configuration has seed, model, ", "correct it", "(nearest: model)"],
+    "modle=tiny": ["modle=tiny: no such key; the configuration has seed, resume, model, ", "correct it", "(nearest: model)"],
     "model@other=tiny": ["model@other", "no such key; ", "(nearest: model, "],
     "hydra/launcher=nope": ["hydra/launcher=nope: no such option; choose one of basic"],
     # a key
     "train.step=3": ["train.step=3: no such key; ", TRAIN_KEYS, "correct it", "(nearest: train.steps, "],
     "train={step:3}": ["train={step:3}: no such key; ", TRAIN_KEYS, "(nearest: train.steps"],
-    "lr=0.1": ["lr=0.1: no such key; ", "(nearest: optimizer.lr)"],
+    "lr=0.1": ["lr=0.1: no such key; ", "(nearest: adamw.lr, optimizer.lr)"],
     "nproc=2": ["nproc=2: no such key; ", "(nearest: launch.nproc)"],
-    "foo=1": ["foo=1: no such key; the configuration has seed, model, data, "],
+    "foo=1": ["foo=1: no such key; the configuration has seed, resume, model, data, "],
     "optimizer.foo=1": ["optimizer.foo=1: no such key; optimizer has lr, momentum, "],
     "objective.k=5": ["objective.k=5: ", "no such key; choose objective=kl_topk, or leave it out"],
     "hydra.foo=1": ["hydra.foo=1: no such key; --cfg job shows them all"],
