@@ -66,6 +66,11 @@ class Outcome:
     metric: float | None = None
 
     @property
+    def composed(self) -> bool:
+        """Whether there was a job to start."""
+        return self.status is not Status.refused or self.folder is not None
+
+    @property
     def exit_code(self) -> int:
         """What this outcome adds to the sweep's exit code: 0 done, 1 failed, 2 refused."""
         return {Status.done: 0, Status.refused: 2}.get(self.status, 1)

@@ -46,13 +46,13 @@ class Sweep:
         return max((outcome.exit_code for outcome in self.outcomes.values()), default=0)
 
     def show(self, *, command: Sequence[str]) -> None:
-        """Print the table of all jobs, unless none was right, and how to go on where one is not done.
+        """Print the table of all jobs, unless none could be composed, and how to go on where one is not done.
 
         Args:
             command: the one that started the sweep.
         """
         outcomes = list(self.outcomes.values())
-        if self.folder is not None and any(outcome.status is not Status.refused for outcome in outcomes):
+        if self.folder is not None and any(outcome.composed for outcome in outcomes):
             left_over = any(outcome.status not in (Status.done, Status.refused) for outcome in outcomes)
             show(outcomes, folder=self.folder, again=again(command, self.folder) if left_over else None)
 
