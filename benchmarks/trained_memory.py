@@ -57,7 +57,15 @@ STEPS = 2
 """The first makes what is made once, the second is measured."""
 
 MIB = 2**20
-TRIALS = [*((strategy, ModelDtype.float32) for strategy in Strategy), (Strategy.zero2_master, ModelDtype.bfloat16)]
+KINDS = {
+    "weights": ("weights", "heads"),
+    "gradients": ("gradients",),
+    "master": ("master",),
+    "moments": ("moments",),
+    "shadows": ("shadows",),
+    "bank": ("bank", "bank_gradients"),
+}
+"""The columns of the table, and the kinds that each adds up; the rest is small."""
 
 
 def live_bytes() -> int:
@@ -216,3 +224,45 @@ def _step(
     state.advance(number)
     held["between"] = live_bytes()
     return held
+
+
+def table(rows: Sequence[dict[str, Any]]) -> facts.Table:
+    """Return the figures of the fullest rank for people, with the ratio of the rank that is furthest from its form."""
+    columns = ["strategy", "weights in", "ranks", *KINDS, "backward done: form", "measured", "÷ form"]
+    columns += ["step done: form", "measured", "÷ form", "peak resident"]
+    return facts.make_table("MiB a rank, all parameters trained, with EMA", columns, [_cells(row) for row in rows])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    fullest = max(row["by_rank"], key=lambda rank: rank["measured"]["backward"])
+    kinds = [_mib(sum(fullest["kinds"][kind] for kind in together)) for together in KINDS.values()]
+    cells = [row["request"]["strategy"], row["request"]["dtype"], str(len(row["by_rank"])), *kinds]
+    for moment in ("backward", "between"):
+        ratios = [rank["measured"][moment] / rank["predicted"][moment] for rank in row["by_rank"]]
+        furthest = max(ratios, key=lambda ratio: abs(ratio - 1.0))
+        cells += [_mib(fullest["predicted"][moment]), _mib(fullest["measured"][moment]), f"{furthest:.6f}"]
+    return [*cells, _mib(max(rank["peak_rss_gib"] for rank in row["by_rank"]) * GIB)]
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:.1f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every strategy in the smallest world in which it is not trivial, and write the figures."""
+    parser = facts.parser(__doc__, output="trained_memory.json", repetitions=1)
+    parser.add_argument("--model", default="135m", choices=RANDOM_SIZES)
+    parser.add_argument("--strategies", nargs="+", default=list(Strategy.__members__), choices=Strategy.__members__)
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each rank's one block")
+    options = parser.parse_args(arguments)
+    rows = []
+    for strategy in options.strategies:
+        for dtype in ("float32", "bfloat16") if Strategy[strategy] is Strategy.zero2_master else ("float32",):
+            request = MemoryRequest(strategy, options.model, dtype, options.tokens)
+            by_rank = measure_world(request, world_size=MINIMUM_WORLD[Strategy[strategy]])
+            rows.append({"request": dataclasses.asdict(request), "by_rank": by_rank})
+    facts.report(options.output, [table(rows)], {"trained_memory": rows})
+
+
+if __name__ == "__main__":
+    main()

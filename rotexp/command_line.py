@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rotexp.compose import writable
-from rotexp.config import COMPONENTS, Config, ExportConfig
+from rotexp.config import COMPONENTS, Config, EvaluateConfig, ExportConfig
 from rotexp.launch.outer import adopt, is_first
 from rotexp.sweep.planner import register_planning, swept_keys
 from rotexp.sweep.scheduled import ask_for_requeue, optimized_metric
@@ -128,6 +128,7 @@ def register(swept: Sequence[str] = ()) -> None:
     store = ConfigStore.instance()
     store.store("schema", writable(Config))
     store.store("export_schema", writable(ExportConfig))
+    store.store("evaluate_schema", writable(EvaluateConfig))
     for group, options in COMPONENTS.items():
         for name, schema in options.items():
             store.store(name, writable(schema), group=f"schema/{group}")

@@ -5,7 +5,7 @@ Nothing here imports torch or transformers, so that `--help` and `--cfg job` ans
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -489,6 +489,33 @@ class ExportConfig:
 
     run: str = MISSING
     export: ExportOptions = field(default_factory=ExportOptions)
+
+
+def not_given(options: Any) -> Any:
+    """Return a group in which no value is given, so that it changes only what is set in it, merged into another."""
+    values = {option.name: getattr(options, option.name) for option in fields(options)}
+    blank = {name: not_given(value) if is_dataclass(value) else MISSING for name, value in values.items()}
+    return replace(options, **blank)
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """One evaluation, of a finished run or of a model as it comes.
+
+    What is not given is as in the run; without one it is the default, and nothing is quantized.
+
+    Attributes:
+        run: the folder of a finished run, whose model, quantizers and seed are its own.
+        out: a JSON file to write.
+    """
+
+    run: str | None = None
+    out: str | None = None
+    seed: int = MISSING
+    model: ModelConfig = field(default_factory=lambda: not_given(ModelConfig()))
+    quant: QuantConfig = field(default_factory=lambda: not_given(QuantConfig()))
+    data: DataConfig = field(default_factory=lambda: not_given(DataConfig()))
+    evaluation: EvaluationConfig = field(default_factory=lambda: not_given(EvaluationConfig()))
 
 
 COMPONENTS: dict[str, dict[str, Any]] = {

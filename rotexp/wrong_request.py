@@ -38,6 +38,10 @@ KINDS = {IntegerNode: "a whole number", FloatNode: "a number", BooleanNode: "tru
 """What a key takes, by the node that holds its value."""
 
 
+EXTRAS = {"submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray", "ray_aws": "ray", "optuna": "optuna"}
+"""Launchers and sweepers of Hydra's plugins, and the extra that installs each."""
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """What the command line of one entry may set.
@@ -169,6 +173,8 @@ def _not_composed(error: ConfigCompositionException, known: Vocabulary) -> str:
 
 def _no_such_option(path: str, options: list[str], known: Vocabulary) -> str:
     group, _, option = path.rpartition("/")
+    if group.startswith("hydra/") and option in EXTRAS:
+        return f"{group}={option}: is not installed; pip install 'rotexp[{EXTRAS[option]}]'"
     options = [name for name in options if name != "__init__"] or known.groups.get(group, [])
     if not options:
         return f"--config-name {path}: no such config; name one that lies in --config-dir, or leave it out"

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from rotexp.arguments import Arguments, refuse
+from rotexp.folders import write_atomically
 from rotexp.report.collect import Report, collect
-from rotexp.tracking.files import write_atomically
+from rotexp.report.page import page
+from rotexp.report.table import to_csv, to_json
+from rotexp.report.terminal import show
 
-DONE, WRONG_REQUEST = 0, 2
 PAGE_FILE = "report.html"
 OWN_NAMES = "report."
 """How names begin that a report may have inside a run's folder."""
 
-LIBRARIES = ("plotly", "scipy")
-"""What comes with `rotexp[report]` alone."""
+WRITERS = {"html": page, "csv": to_csv, "json": to_json}
 
 
-class Arguments(argparse.ArgumentParser):
-    """A parser whose complaint is one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Refuse a command line.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(f"{message}; see --help")
+def main() -> int:
+    """Report what the command line asks for, and return the exit code."""
+    try:
+        report(sys.argv[1:])
+    except ValueError as error:
+        return refuse(error)
+    return 0
 
 
 def parser() -> Arguments:
     """Return what the command line may hold."""
-    arguments = Arguments(prog="python -m rotexp.report", description=__doc__, allow_abbrev=False)
+    arguments = Arguments("rotexp.report", __doc__)
     arguments.add_argument("folders", metavar="DIR", nargs="+", type=Path, help="a run, or a folder that holds runs")
     arguments.add_argument("--html", metavar="FILE", type=Path, help=f"where the page goes (default: DIR/{PAGE_FILE})")
     arguments.add_argument("--csv", metavar="FILE", type=Path, help="also write the table of runs as CSV")
@@ -56,22 +53,12 @@ def report(arguments: Sequence[str]) -> None:
         "csv": options.csv,
         "json": options.json,
     }
-    writers = _writers()
     wanted = {name: target for name, target in targets.items() if target is not None}
     for name, target in wanted.items():
         check_target(target, found, flag=f"--{name}")
     for name, target in wanted.items():
-        _write(target, writers[name](found), flag=f"--{name}")
-    from rotexp.report.terminal import show
-
+        _write(target, WRITERS[name](found), flag=f"--{name}")
     show(found, written=list(wanted.values()))
-
-
-def _writers() -> dict[str, Callable[[Report], str]]:
-    from rotexp.report.page import page
-    from rotexp.report.table import to_csv, to_json
-
-    return {"html": page, "csv": to_csv, "json": to_json}
 
 
 def check_target(target: Path, found: Report, *, flag: str) -> None:
@@ -96,25 +83,5 @@ def _write(target: Path, text: str, *, flag: str) -> None:
         raise ValueError(f"{flag} {target}: cannot be written ({error.strerror}); choose another place") from None
 
 
-def refuse(reason: str) -> NoReturn:
-    """Say in one line what was wrong, and exit."""
-    sys.stderr.write(f"rotexp: {' '.join(reason.split())}\n")
-    sys.exit(WRONG_REQUEST)
-
-
-def main() -> None:
-    """Report what the command line asks for; a wrong request is answered in one line."""
-    try:
-        report(sys.argv[1:])
-    except ValueError as error:
-        refuse(str(error))
-    except ModuleNotFoundError as error:
-        library = str(error.name).partition(".")[0]
-        if library not in LIBRARIES:
-            raise
-        refuse(f"reports need {library}, which is not installed; pip install 'rotexp[report]'")
-    sys.exit(DONE)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
+from scipy.special import stdtrit  # type: ignore[import-untyped]
+
 CONFIDENCE = 0.95
 
 METHOD = (
@@ -86,8 +88,6 @@ def welch_interval(first: Sequence[float], second: Sequence[float], *, level: fl
     Args:
         level: how often the interval holds the true difference.
     """
-    from scipy.special import stdtrit  # type: ignore[import-untyped]
-
     if min(len(first), len(second)) < 2:
         return None
     parts = [stdev(values) ** 2 / len(values) for values in (first, second)]

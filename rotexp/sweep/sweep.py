@@ -16,12 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from rotexp.config import SweepConfig
+from rotexp.folders import write_atomically
 from rotexp.signals import SAVING, Interrupted
 from rotexp.sweep.child import LOG_FILE, Child
 from rotexp.sweep.devices import VISIBLE, shares, visible_accelerators, with_share_of_threads
 from rotexp.sweep.outcome import Job, Outcome, Status, ended, finished_before, left
 from rotexp.sweep.table import show
-from rotexp.tracking.files import finite, write_atomically
+from rotexp.tracking.files import finite
 
 JOBS_FILE = "jobs.json"
 """Every job of a sweep and how it ended, in the sweep's folder."""

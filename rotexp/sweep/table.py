@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rotexp.sweep.outcome import Outcome, Status
 
@@ -14,22 +15,22 @@ WIDE = 1000
 """Columns where no terminal limits them: one line a job."""
 
 
-def sweep_table(outcomes: Sequence[Outcome], *, folder: Path) -> Table:
+def sweep_table(outcomes: Sequence[Outcome]) -> Table:
     """Return all jobs of a sweep: what they vary, how they ended, what they found."""
     axes = list(dict.fromkeys(axis for outcome in outcomes for axis in outcome.axes))
-    table = Table(title=f"sweep {folder}", title_justify="left")
+    table = Table()
     for heading in (*axes, "status", "trained perplexity", "seconds", "folder", "error"):
         table.add_column(heading, justify="right" if heading in ("trained perplexity", "seconds") else "left")
     for outcome in outcomes:
-        table.add_row(
+        cells = (
             *(outcome.axes.get(axis, "") for axis in axes),
             outcome.status.value + (" before" if outcome.before else ""),
             "" if outcome.perplexity is None else f"{outcome.perplexity:.4g}",
             "" if outcome.seconds is None else f"{outcome.seconds:.0f}",
             "" if outcome.folder is None else outcome.folder.name,
             outcome.error or "",
-            style="" if outcome.status is Status.done else "red",
         )
+        table.add_row(*map(Text, cells), style="" if outcome.status is Status.done else "red")
     return table
 
 
@@ -40,8 +41,8 @@ def show(outcomes: Sequence[Outcome], *, folder: Path, again: str | None) -> Non
         again: the command that goes on (None: there is nothing left to do).
     """
     console = Console() if Console().is_terminal else Console(width=WIDE)
-    console.print(sweep_table(outcomes, folder=folder))
+    console.print(sweep_table(outcomes))
     done = sum(outcome.status is Status.done for outcome in outcomes)
-    console.print(f"sweep folder: {folder} ({done} of {len(outcomes)} jobs done)", highlight=False, soft_wrap=True)
+    console.print(f"sweep folder: {folder} ({done} of {len(outcomes)} jobs done)", markup=False, soft_wrap=True)
     if again is not None:
         console.print(f"to go on: {again}", highlight=False, markup=False, soft_wrap=True)

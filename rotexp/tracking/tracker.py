@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rotexp.config import Config, TrackerKind, WandbMode
 from rotexp.metrics.keys import check_keys
-from rotexp.tracking.files import MetricsFile
+from rotexp.tracking.files import MetricsFile, read_metrics, revived
+
+if TYPE_CHECKING:
+    from rotexp.tracking.wandb import WandbMirror
 
 
 class Tracker(Protocol):
@@ -44,6 +48,15 @@ class Trackers:
         return next((found for tracker in self._trackers if (found := getattr(tracker, "run_id", None))), None)
 
 
+def _record_again(mirror: WandbMirror, folder: Path, earlier: Sequence[Path]) -> None:
+    """Let one offline run hold the whole history: send it the rows so far, and remove the runs that held them."""
+    for row in revived(read_metrics(folder)):
+        mirror.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
+    if mirror.run_id is not None:
+        for run in earlier:
+            shutil.rmtree(run, ignore_errors=True)
+
+
 def open_trackers(
     config: Config,
     folder: Path,
@@ -64,8 +77,12 @@ def open_trackers(
         return Trackers([])
     trackers: list[Tracker] = [MetricsFile(folder)]
     if config.tracker.kind is TrackerKind.wandb and config.tracker.mode is not WandbMode.disabled:
-        from rotexp.tracking.wandb import WandbMirror
+        from rotexp.tracking.wandb import WandbMirror, offline_runs
 
-        mirror = WandbMirror(config.tracker, folder, plain_config=plain_config, run_id=run_id, logged_to=logged_to)
+        earlier = offline_runs(folder, config.tracker.mode)
+        seen = -1 if earlier else logged_to
+        mirror = WandbMirror(config.tracker, folder, plain_config=plain_config, run_id=run_id, logged_to=seen)
+        if earlier:
+            _record_again(mirror, folder, earlier)
         trackers.append(mirror)
     return Trackers(trackers)

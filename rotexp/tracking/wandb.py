@@ -165,6 +165,11 @@ def resolve_mode(mode: WandbMode) -> str:
     return "online" if has_key() else "offline"
 
 
+def offline_runs(folder: Path, mode: WandbMode) -> list[Path]:
+    """Return the offline runs in a run's folder that one more would stand beside; none if the next is online."""
+    return sorted((folder / "wandb").glob("offline-run-*")) if resolve_mode(mode) == "offline" else []
+
+
 def has_key() -> bool:
     """Return whether somebody is logged in to W&B on this machine."""
     if os.environ.get("WANDB_API_KEY"):

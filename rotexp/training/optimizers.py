@@ -29,7 +29,7 @@ class Optimizers:
     def __init__(self, rotations: Mapping[str, Tensor], weights: Mapping[str, Tensor], config: Config) -> None:
         """Take what is trained, by name: rotations, and weights (DTensors, tensors, or a master's shard)."""
         self._names = {parameter: name for name, parameter in (*rotations.items(), *weights.items())}
-        self.rotations = build(config.optimizer, list(rotations.values())) if rotations else None
+        self.rotations = _on_the_manifold(rotations, config) if rotations else None
         self.weights = adamw(weights, config.adamw) if weights else None
         self._both = [optimizer for optimizer in (self.rotations, self.weights) if optimizer is not None]
         self._schedulers = [
@@ -115,6 +115,15 @@ class Optimizers:
 
 def _is_buffer(value: object) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _on_the_manifold(rotations: Mapping[str, Tensor], config: Config) -> Any:
+    """Return the rotations' optimizer, its momentum there from the start, so that it can be loaded into."""
+    optimizer = build(config.optimizer, list(rotations.values()))
+    for group in optimizer.param_groups:
+        for rotation in group["params"] if group["momentum"] > 0.0 else ():
+            optimizer.state[rotation]["momentum_buffer"] = torch.zeros_like(rotation)
+    return optimizer
 
 
 def adamw(weights: Mapping[str, Tensor], config: AdamWConfig) -> AdamW:

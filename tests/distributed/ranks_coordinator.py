@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from rotexp.config import OnDivergence
 from rotexp.rotation.bank import RotationBank
 from rotexp.sharding.communication import Communication
+from rotexp.sharding.master import ZeRO2Master
 from rotexp.sharding.shards import local_rows
 from rotexp.training.coordinator import Coordinator
 
@@ -46,15 +47,17 @@ def _open(*, identical: bool = True) -> tuple[nn.Module, RotationBank, Communica
 
 
 def consolidate() -> dict[str, Any]:
-    """Give rotation R1 a gradient everywhere, R2_0 one on rank 1 only, R2_1 none; consolidate."""
+    """Give rotation R1 and a bias a gradient everywhere, R2_0 one on rank 1 only, R2_1 none; consolidate."""
     model, bank, communication = _open()
     rank = communication.rank
     bank["R1"].grad = torch.full((6, 6), float(rank + 1))
     bank["R2_0"].grad = torch.ones(6, 6) if rank == 1 else None
+    model.last.bias.grad = torch.full((6,), float(rank))
     before = communication.num_collectives
-    loss = Coordinator(model, communication).consolidate(torch.tensor(float(rank)))
+    numbers = Coordinator(model, communication).consolidate(torch.tensor([float(rank), 1.0 + 2.0 * rank]))
     return {
-        "loss": loss.item(),
+        "numbers": numbers.tolist(),
+        "bias": model.last.bias.grad.numpy(),
         "R1": bank["R1"].grad.numpy(),
         "R2_0": None if bank["R2_0"].grad is None else bank["R2_0"].grad.numpy(),
         "R2_1": bank["R2_1"].grad,
@@ -122,3 +125,39 @@ def clip(replicate: int, max_norm: float) -> dict[str, Any]:
         "bias": model.last.bias.grad.numpy(),
         "rows": local_rows(model.first.weight.grad).numpy(),
     }
+
+
+def find_nonfinite(max_norm: float | None) -> dict[str, Any]:
+    """Spoil one number of one whole and of one sharded gradient on the last rank alone; clip, and look for it."""
+    model, bank, communication = _open()
+    last = communication.rank == communication.world_size - 1
+    mesh = init_device_mesh("cpu", (communication.world_size,))
+    whole = set(bank.parameters()) | {model.last.bias}
+    fully_shard(model.first, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params=whole)
+    coordinator = Coordinator(model, communication)
+    found = {}
+    for name in ("", "last.bias", "first.weight", "rotation_bank.R2_1"):
+        model.zero_grad()
+        (model(torch.ones(2, 6) @ bank["R1"]).square().sum() + bank["R2_1"].sum()).backward()
+        if name and last:
+            local_rows(model.get_parameter(name).grad).view(-1)[0] = torch.nan
+        norms = coordinator.clip(max_norm)
+        found[name] = (coordinator.nonfinite(), bool(norms.total.isfinite()))
+    return found
+
+
+def find_nonfinite_in_master() -> tuple[str | None, list[float]]:
+    """Give the second of two mastered weights one gradient that is infinite, on the last rank alone."""
+    model, _, communication = _open()
+    names = ["first.weight", "last.weight"]
+    master = ZeRO2Master(model, names, communication=communication, bucket_mib=2.0**-16)
+    coordinator = Coordinator(model, communication, master=master)
+    for name in names:
+        model.get_parameter(name).grad = torch.ones_like(model.get_parameter(name))
+    if communication.rank == communication.world_size - 1:
+        model.get_parameter("last.weight").grad[5, 9] = torch.inf
+    model.last.bias.requires_grad_(False)
+    coordinator.consolidate(torch.zeros(1))
+    norms = coordinator.clip(1.0)
+    return coordinator.nonfinite(), [norms.total.item(), norms.weights.item()]

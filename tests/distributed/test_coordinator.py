@@ -16,7 +16,8 @@ def test_gradients_are_averaged_by_one_collective(tmp_path: Path, world_size: in
         np.testing.assert_allclose(rank["R1"], (world_size + 1) / 2)
         np.testing.assert_allclose(rank["R2_0"], 1 / world_size)
         assert rank["R2_1"] is None
-        assert rank["loss"] == (world_size - 1) / 2
+        assert rank["numbers"] == [(world_size - 1) / 2, float(world_size)]
+        np.testing.assert_allclose(rank["bias"], (world_size - 1) / 2)
         assert rank["collectives"] == 1
 
 
@@ -59,3 +60,22 @@ def test_norm_and_clip_equal_one_process(tmp_path: Path, max_norm: float) -> Non
             np.testing.assert_allclose(found["bias"], expected["bias"], rtol=1e-4, atol=1e-6)
             rows = np.array_split(expected["rows"], shards)[rank % shards]
             np.testing.assert_allclose(found["rows"], rows, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_norm", [1.0, None])
+def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(tmp_path: Path, max_norm: float | None) -> None:
+    """Also after a clip, whose coefficient is then no number and would spoil every gradient."""
+    for rank in run_world(on_ranks.find_nonfinite, max_norm, world_size=2, folder=tmp_path):
+        assert rank == {
+            "": (None, True),
+            "last.bias": ("last.bias", False),
+            "first.weight": ("first.weight", False),
+            "rotation_bank.R2_1": ("rotation_bank.R2_1", False),
+        }
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_weight_of_the_master_is_named_on_all_ranks(tmp_path: Path, world_size: int) -> None:
+    for name, norms in run_world(on_ranks.find_nonfinite_in_master, world_size=world_size, folder=tmp_path):
+        assert name == "last.weight"
+        assert norms == [float("inf")] * 2

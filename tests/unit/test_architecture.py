@@ -15,6 +15,7 @@ OURS = "rotexp"
 # From the entry down to pure maths: a part may import only itself and parts further down.
 ORDER = (
     "train",
+    "evaluate",
     "export",
     "inspect",
     "sync.__main__",
@@ -145,9 +146,10 @@ def test_sharding_and_synchronization_do_not_know_what_is_trained(above: str) ->
 
 def test_only_the_entry_and_the_command_line_know_hydra() -> None:
     command_line = {"rotexp.train", "rotexp.command_line", "rotexp.wrong_request", "rotexp.sweep.planner"}
-    reading = {"rotexp.export", "rotexp.inspect", "rotexp.config", "rotexp.compose", "rotexp.finished_run"}
+    entries = {"rotexp.evaluate", "rotexp.export", "rotexp.inspect"}
+    reading = {"rotexp.config", "rotexp.compose", "rotexp.finished_run"}
     assert users_of("hydra") == command_line
-    assert users_of("omegaconf") <= command_line | reading
+    assert users_of("omegaconf") <= command_line | entries | reading
 
 
 def test_only_tracking_knows_wandb() -> None:
@@ -156,7 +158,7 @@ def test_only_tracking_knows_wandb() -> None:
     assert all(module.startswith("rotexp.tracking.") for module in users)
 
 
-@pytest.mark.parametrize("module", ["rotexp.config", "rotexp.command_line", "rotexp.train", "rotexp.export"])
+@pytest.mark.parametrize("module", ["rotexp.config", "rotexp.command_line", "rotexp.train", "rotexp.evaluate"])
 def test_a_config_is_read_without_torch_or_transformers(module: str) -> None:
     code = f"import sys, {module}; print(*({{'torch', 'transformers', 'wandb', 'accelerate'}} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -23,7 +23,9 @@ from rotexp.quant.fake import search_clip_ratios
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.sharding.communication import Communication
+from rotexp.signals import StopRequest
 from rotexp.training.loop import train
+from rotexp.training.state import TrainingState
 
 Factory = Callable[..., Any]
 
@@ -42,15 +44,22 @@ def test_clip_ratios_searched_for_other_rotations_are_forgotten(llama: Factory, 
     blocks = np.random.default_rng(0).integers(0, 61, (4, 8))
     with model.mode.set(rotate=False, quantize=True):
         model.logits(torch.from_numpy(blocks))
-    device = torch.device("cpu")
+    model.refresh_quantizers()
+    communication = Communication()
+    state = TrainingState(model, config, communication=communication)
+    saved: list[int] = []
     train(
-        model,
+        state,
         blocks,
         config,
         accelerator=Accelerator(cpu=True),
-        communication=Communication(rank=0, world_size=1, device=device),
+        communication=communication,
+        teacher=model.logits,
         log=lambda _step, _row: None,
+        save=lambda: saved.append(state.step),
+        stop=StopRequest(),
     )
+    assert saved == [1]
     linears = [module for module in model.rotated_modules if isinstance(module, RotatedLinear)]
     with model.mode.set(rotate=True, quantize=True), torch.no_grad():
         for linear in linears[:-1]:  # the last is the head, which is not quantized

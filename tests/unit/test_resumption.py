@@ -1,0 +1,121 @@
+"""Where a run begins: at its own newest complete checkpoint, at one that is named, or at the first step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rotexp.checkpoint_folder import aside_of, complete, prepare_aside, step_folder
+from rotexp.config import Config, Trainable, TrainConfig
+from rotexp.resumption import Resumption, find_resumption
+
+CONFIG = Config(train=TrainConfig(steps=6))
+
+
+def checkpoint(folder: Path, step: int, *, params: str = "rotations") -> Path:
+    """Complete a checkpoint that holds one file."""
+    path = step_folder(folder, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prepare_aside(path)
+    (aside_of(path) / "numbers").write_text("0123456789")
+    complete(path, step=step, world_size=1, facts={"config": {"train": {"params": params}}})
+    return path
+
+
+def ended(folder: Path, status: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps({"status": status}))
+    return folder
+
+
+def resuming(value: Any, **train: Any) -> Config:
+    return replace(CONFIG, resume=str(value), train=replace(CONFIG.train, **train))
+
+
+@pytest.mark.parametrize("status", ["running", "failed", "oom", "interrupted"])
+def test_an_unfinished_run_goes_on_from_its_newest_checkpoint(tmp_path: Path, status: str) -> None:
+    folder = ended(tmp_path / "run", status)
+    checkpoint(folder, 2)
+    newest = checkpoint(folder, 4)
+    assert find_resumption(CONFIG, folder) == Resumption(newest, own=True)
+
+
+def test_a_truncated_checkpoint_is_passed_over_and_named(tmp_path: Path) -> None:
+    folder = ended(tmp_path / "run", "failed")
+    older, newest = checkpoint(folder, 2), checkpoint(folder, 4)
+    (newest / "numbers").write_text("01234")
+    found = find_resumption(CONFIG, folder)
+    assert (found.path, found.own) == (older, True)
+    assert found.notes == (f"{newest}: numbers is truncated (5 instead of 10 bytes)",)
+
+
+def test_a_run_without_a_checkpoint_starts_again_and_says_so(tmp_path: Path) -> None:
+    found = find_resumption(CONFIG, ended(tmp_path / "run", "failed"))
+    assert (found.path, found.own) == (None, False)
+    assert found.notes == ("the run in this folder left no complete checkpoint; it starts again",)
+
+
+def test_a_new_folder_starts_at_the_first_step(tmp_path: Path) -> None:
+    assert find_resumption(CONFIG, tmp_path / "new") == Resumption()
+    assert find_resumption(resuming("never"), tmp_path / "new") == Resumption()
+
+
+def test_a_named_run_or_checkpoint_is_begun_at_but_not_continued(tmp_path: Path) -> None:
+    source = ended(tmp_path / "source", "done")
+    second, fourth = checkpoint(source, 2), checkpoint(source, 4)
+    for named, path in ((source, fourth), (second, second)):
+        assert find_resumption(resuming(named), tmp_path / "new") == Resumption(path, own=False)
+
+
+def test_once_begun_elsewhere_a_run_goes_on_from_its_own(tmp_path: Path) -> None:
+    source = ended(tmp_path / "source", "done")
+    checkpoint(source, 2)
+    folder = ended(tmp_path / "run", "interrupted")
+    own = checkpoint(folder, 3)
+    assert find_resumption(resuming(source), folder) == Resumption(own, own=True)
+
+
+def test_one_that_broke_off_before_its_first_checkpoint_begins_elsewhere_again(tmp_path: Path) -> None:
+    source = ended(tmp_path / "source", "done")
+    path = checkpoint(source, 2)
+    found = find_resumption(resuming(source), ended(tmp_path / "run", "failed"))
+    assert (found.path, found.own) == (path, False)
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"already holds a run \(status done\); choose another, or remove it"):
+        find_resumption(CONFIG, ended(tmp_path / "done", "done"))
+    folder = ended(tmp_path / "failed", "failed")
+    with pytest.raises(ValueError, match=r"already holds a run \(status failed\), and resume=never; choose another"):
+        find_resumption(resuming("never"), folder)
+    missing = tmp_path / "missing"
+    with pytest.raises(ValueError, match=rf"resume={missing}: holds no complete checkpoint \(none is there\); name"):
+        find_resumption(resuming(missing), tmp_path / "new")
+    broken = checkpoint(folder, 2)
+    (broken / "numbers").unlink()
+    with pytest.raises(ValueError, match=rf"resume={broken}: holds no complete .*\({broken}: numbers is missing\)"):
+        find_resumption(resuming(broken), tmp_path / "new")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_checkpoint_past_the_last_step_or_of_other_parameters_is_refused(tmp_path: Path, own: bool) -> None:
+    source = ended(tmp_path / "source", "failed")
+    path = checkpoint(source, 4)
+    folder, resume = (source, "auto") if own else (tmp_path / "new", source)
+    remedy = f"change it, or start in another folder than that of {path}"
+    with pytest.raises(ValueError, match=rf"train.steps=3: must be at least the 4 done; {remedy}"):
+        find_resumption(resuming(resume, steps=3), folder)
+    with pytest.raises(ValueError, match=rf"train.params=all: must be rotations, as it was; {remedy}"):
+        find_resumption(resuming(resume, params=Trainable.all), folder)
+    assert find_resumption(resuming(resume, steps=4), folder).path == path
+
+
+def test_it_is_decided_before_torch_is_imported() -> None:
+    code = "import sys, rotexp.resumption; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
