@@ -59,7 +59,9 @@ class Command:
             if self.codes[-1] != SIGNALLED + signal.SIGINT:
                 ask_for_requeue()
             sys.exit(self.codes[-1])
-        return None if self.sweep is None else optimized_metric(folder, composed.sweep.optimized_metric)
+        if self.sweep is None or self.codes[-1]:
+            return None
+        return optimized_metric(folder, composed.sweep.optimized_metric)
 
     def refuse(self, reason: str) -> None:
         """Say in one line what was wrong with the request."""
@@ -67,9 +69,9 @@ class Command:
             sys.stderr.write(f"rotexp: {' '.join(reason.split())}\n")
         self.codes.append(WRONG_REQUEST)
 
-    def interrupt(self, interruption: KeyboardInterrupt, *, before: str = "nothing was started") -> None:
-        """Say that a signal came."""
-        sys.stderr.write(f"rotexp: {interruption or 'interrupted'}; {before}\n")
+    def interrupt(self, interruption: KeyboardInterrupt, *, state: str = "nothing was started") -> None:
+        """Say that a signal came, and what that left."""
+        sys.stderr.write(f"rotexp: {interruption or 'interrupted'}; {state}\n")
         self.codes.append(getattr(interruption, "exit_code", SIGNALLED + signal.SIGINT))
 
 
@@ -101,7 +103,8 @@ def run_command(
     except OSError as error:  # Hydra makes the folder before it calls the job
         command.refuse(f"hydra.run.dir={error.filename}: cannot be made ({error.strerror}); choose another folder")
     except KeyboardInterrupt as interruption:
-        command.interrupt(interruption, before="every job was ended")
+        started = sweep is not None and sweep.outcomes
+        command.interrupt(interruption, state="every job was ended" if started else "nothing was started")
     finally:
         if sweep is not None:
             sweep.show(command=sys.argv)

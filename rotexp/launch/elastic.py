@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rotexp.config import Config
@@ -34,6 +36,9 @@ DONE, FAILED, INTERRUPTED = 0, 1, (130, 143)
 
 FROM_SLURM = "slurm"
 """The `launch.rdzv_endpoint` that SLURM's variables say."""
+
+WAITS = ("join", "read")
+"""What nodes that meet wait for: each other, and the answer of the endpoint."""
 
 LINGER_SECONDS = 1.0
 """How long a failed rank stays, so that one that was killed, and left no record, is seen before peers that miss it."""
@@ -74,10 +79,19 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
         try:
             elastic_launch(settings, _run_as_part)(run, config, inputs, folder)
         except ChildFailedError as error:
-            code = error.get_first_failure()[1].exitcode
-            return code if code in INTERRUPTED else FAILED
+            rank, failure = error.get_first_failure()
+            if failure.exitcode < 0:  # it could not say so itself
+                sys.stderr.write(f"rotexp: rank {rank}: {failure.message}\n")
+            return failure.exitcode if failure.exitcode in INTERRUPTED else FAILED
+        except RendezvousError as error:
+            where = f"launch.rdzv_endpoint={config.launch.rdzv_endpoint}"
+            remedy = f"start the command on {config.launch.nnodes} nodes that reach it"
+            sys.stderr.write(f"rotexp: {where}: the nodes did not meet there ({error}); {remedy}\n")
+            return FAILED
         except SignalException as error:
             return Interrupted(error.sigval).exit_code
+        except Interrupted as interruption:
+            return interruption.exit_code
     return DONE
 
 
@@ -97,7 +111,7 @@ def _settings(config: Config, *, nproc: int) -> Iterator[tuple[LaunchConfig, Pat
             run_id=uuid.uuid4().hex if alone else launch.rdzv_id,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0" if alone else _endpoint(launch.rdzv_endpoint),
-            rdzv_configs={"timeout": int(60 * launch.timeout_minutes)},
+            rdzv_configs={} if alone else {f"{wait}_timeout": math.ceil(60 * launch.timeout_minutes) for wait in WAITS},
             max_restarts=0,
             monitor_interval=0.1,
             start_method="spawn",

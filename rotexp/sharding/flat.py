@@ -13,7 +13,7 @@ from rotexp.sharding.shards import local_rows, row_slice
 
 def flattened(tensor: Tensor) -> Pieces:
     """Return this rank's rows of a sharded tensor, or all of a whole one, sharing their memory."""
-    rows = local_rows(tensor).reshape(-1)
+    rows = local_rows(tensor).detach().reshape(-1)
     width = tensor.numel() // max(1, tensor.shape[0])
     start = row_slice(tensor).start * width
     return Pieces(tensor.numel(), [start] if len(rows) else [], [rows] if len(rows) else [])

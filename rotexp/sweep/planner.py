@@ -115,10 +115,10 @@ def sweep_of(task_function: Any) -> Sweep | None:
 
 
 def returned(outcome: Outcome) -> JobReturn:
-    """Return what Hydra's sweepers read."""
-    result = JobReturn(overrides=[f"{key}={value}" for key, value in outcome.axes.items()])
-    result.status = JobStatus.FAILED if outcome.metric is None else JobStatus.COMPLETED
-    result.return_value = RuntimeError(outcome.error) if outcome.metric is None else outcome.metric
+    """Return what Hydra's sweepers read: the optimized metric, or None, which Optuna takes for a failed trial."""
+    overrides = [f"{key}={value}" for key, value in outcome.axes.items()]
+    result = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
+    result.return_value = outcome.metric
     return result
 
 

@@ -71,29 +71,19 @@ class Optimizers:
         """Return every tensor of their state, `NAME/KEY`; each shares the state's memory."""
         return {
             f"{name}/{key}": value
-            for name, _, state in self._states()
+            for name, state in self._states()
             for key, value in state.items()
             if isinstance(value, Tensor)
         }
 
     def facts(self) -> dict[str, Any]:
         """Return the rest of their state, as JSON has it."""
-        states = list(self._states())
-        return {
-            "steps": {name: state["step"] for name, _, state in states if isinstance(state.get("step"), int)},
-            "buffers": {name: [key for key in state if _is_buffer(state[key])] for name, _, state in states},
-            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
-        }
-
-    def prepare_to_load(self, facts: Mapping[str, Any]) -> None:
-        """Make room for buffers that an optimizer has only after its first step."""
-        for name, parameter, state in self._states():
-            for key in facts["buffers"].get(name, ()):
-                state.setdefault(key, torch.zeros_like(parameter))
+        steps = {name: state["step"] for name, state in self._states() if isinstance(state.get("step"), int)}
+        return {"steps": steps, "schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
 
     def load_facts(self, facts: Mapping[str, Any]) -> None:
         """Take over what `facts` returned; the learning rates follow the present schedule."""
-        for name, _, state in self._states():
+        for name, state in self._states():
             if name in facts["steps"]:
                 state["step"] = facts["steps"][name]
         for optimizer, scheduler, saved in zip(self._both, self._schedulers, facts["schedulers"], strict=True):
@@ -106,15 +96,11 @@ class Optimizers:
             for group, rate in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
                 group["lr"] = rate
 
-    def _states(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+    def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for optimizer in self._both:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    yield self._names[parameter], parameter, optimizer.state[parameter]
-
-
-def _is_buffer(value: object) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
+                    yield self._names[parameter], optimizer.state[parameter]
 
 
 def _on_the_manifold(rotations: Mapping[str, Tensor], config: Config) -> Any:

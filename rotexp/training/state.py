@@ -234,7 +234,6 @@ class TrainingState:
                 raise ValueError(
                     f"{name} is {shape} there and {held} here; resume with the same model and train.params"
                 )
-        self.optimizers.prepare_to_load(facts["optimizers"])
         quantizers = self._quantizers()
         for name, shape in facts["clip_ratios"].items():
             quantizers[name].clip_ratios = torch.zeros(shape)

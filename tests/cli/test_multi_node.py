@@ -40,10 +40,13 @@ def nodes(small: list[str], tmp_path: Path) -> Iterator[Nodes]:
     mark = uuid.uuid4().hex
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str, command: tuple[str, ...] = TRAIN, number: int = 2) -> list[subprocess.Popen[str]]:
+    def start(
+        *arguments: str, command: tuple[str, ...] = TRAIN, number: int = 2, slurm: bool = False
+    ) -> list[subprocess.Popen[str]]:
         given = {argument.partition("=")[0] for argument in arguments}
         kept = [override for override in small if override.partition("=")[0] not in given]
         for node in range(number):
+            variables = slurm_task(node) if slurm else {}
             where = f"hydra.run.dir={tmp_path / f'node{node}'}"
             started.append(
                 subprocess.Popen(
@@ -51,7 +54,7 @@ def nodes(small: list[str], tmp_path: Path) -> Iterator[Nodes]:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
-                    env=os.environ | {"ROTEXP_TEST": mark},
+                    env=os.environ | {"ROTEXP_TEST": mark} | variables,
                 )
             )
         return started[-number:]
@@ -61,6 +64,12 @@ def nodes(small: list[str], tmp_path: Path) -> Iterator[Nodes]:
         process.kill()
         process.communicate()
     assert left_behind(mark) == []
+
+
+def slurm_task(node: int) -> dict[str, str]:
+    """Return what SLURM tells the one task of a node, here both on this machine."""
+    place = {"PROCID": node, "LOCALID": 0, "NTASKS": 2, "NNODES": 1, "STEP_ID": 0, "JOB_ID": os.getpid()}
+    return {f"SLURM_{name}": str(value) for name, value in place.items()}
 
 
 def meeting() -> list[str]:
@@ -103,6 +112,12 @@ def test_two_nodes_train_as_one_does_bit_for_bit(nodes: Nodes, tmp_path: Path) -
     assert summary_of(tmp_path / "node0")["evaluation"] == summary["evaluation"]
 
 
+def test_slurms_tasks_one_a_node_start_their_own_ranks_and_meet(nodes: Nodes, tmp_path: Path) -> None:
+    launch = ("launch=elastic", "launch.nnodes=2", "launch.nproc=1", "launch.rdzv_endpoint=slurm")
+    assert ended(nodes(*launch, slurm=True)) == [(0, ""), (0, "")]
+    assert summary_of(folder_of_rank_0(tmp_path))["world_size"] == 2
+
+
 def test_torchruns_ranks_on_two_nodes_share_a_folder(nodes: Nodes, tmp_path: Path) -> None:
     place = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", f"--rdzv-id={uuid.uuid4().hex}")
     torchrun = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *place)
@@ -123,13 +138,23 @@ def training(nodes: Nodes, tmp_path: Path) -> tuple[list[subprocess.Popen[str]],
     return processes, trained[0].parent
 
 
+def test_a_node_that_meets_no_other_gives_up_in_one_line(nodes: Nodes, tmp_path: Path) -> None:
+    code, errors = ended(nodes(*meeting(), "launch.timeout_minutes=0.05", number=1))[0]
+    assert (code, errors.count("\n")) == (1, 1), errors
+    assert "launch.rdzv_endpoint=localhost:" in errors
+    assert "the nodes did not meet there" in errors
+    assert list(tmp_path.glob("node*")) == []
+
+
 def test_a_killed_rank_ends_both_nodes(nodes: Nodes, tmp_path: Path) -> None:
     processes, folder = training(nodes, tmp_path)
     children = psutil.Process(processes[1].pid).children(recursive=True)
     ranks = [child for child in children if any("spawn_main" in part for part in child.cmdline())]
     assert len(ranks) == 1
     ranks[0].kill()
-    assert [code for code, _ in ended(processes, seconds=GONE_SECONDS)] == [1, 1]
+    codes = ended(processes, seconds=GONE_SECONDS)
+    assert [code for code, _ in codes] == [1, 1]
+    assert "SIGKILL" in codes[1][1]
     assert folder_of_rank_0(tmp_path) == folder
 
 

@@ -179,3 +179,20 @@ def test_optuna_minimizes_the_metric_that_runs_return(small: list[str], tmp_path
     best = re.search(r"best_value: (.+)", (folder / "optimization_results.yaml").read_text())
     assert best is not None
     assert float(best.group(1)) == min(perplexities)
+
+
+@needs_optuna
+def test_a_wrong_trial_does_not_end_the_search_and_a_repeated_one_is_not_run_again(
+    small: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "sweep"
+    search = ("hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=2")
+    sweep = run_sweep(
+        "hydra/sweeper=optuna", *search, "optimizer.lr=choice(0.1,-1)", *small, f"hydra.sweep.dir={folder}"
+    )
+    assert sweep.returncode == 2, sweep.stderr
+    jobs = {job["name"]: job["status"] for job in json.loads((folder / "jobs.json").read_text())}
+    assert jobs == {"optimizer.lr-0.1": "done", "optimizer.lr--1": "refused"}
+    perplexity = summary_of(folder / "optimizer.lr-0.1")["evaluation"]["trained"]["perplexity"]
+    assert f"best_value: {perplexity}" in (folder / "optimization_results.yaml").read_text()
+    assert sweep.stdout.count("optimizer.lr-0.1 starts") == 1

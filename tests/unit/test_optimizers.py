@@ -103,9 +103,8 @@ def test_a_new_process_goes_on_bit_for_bit(momentum: float, first: int) -> None:
     for name, tensor in (rotations | weights).items():
         (new_rotations | new_weights)[name].detach().copy_(tensor.detach())
     again = Optimizers(new_rotations, new_weights, config)
-    again.prepare_to_load(facts)
     assert again.tensors().keys() == saved.keys()
-    assert ("R1/momentum_buffer" in saved) is (momentum > 0 and first > 0)
+    assert ("R1/momentum_buffer" in saved) is (momentum > 0)
     for name, tensor in again.tensors().items():
         tensor.copy_(saved[name])
     again.load_facts(facts)
@@ -129,7 +128,6 @@ def test_rates_follow_the_new_schedule() -> None:
         train=TrainConfig(steps=9, lr_schedule=LrSchedule.constant),
     )
     again = Optimizers(*parameters(), constant)
-    again.prepare_to_load(saved.facts())
     again.load_facts(saved.facts())
     assert again.learning_rates() == pytest.approx({"train/lr": 0.1, "train/lr_weights": 3e-3})
 

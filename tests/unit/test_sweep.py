@@ -35,7 +35,8 @@ from rotexp.quant.spec import QuantSpec
 from rotexp.signals import Interrupted
 from rotexp.sweep import child
 from rotexp.sweep.names import job_name
-from rotexp.sweep.outcome import Job, Status, finished_before
+from rotexp.sweep.outcome import Job, Outcome, Status, finished_before
+from rotexp.sweep.scheduled import ask_for_requeue
 from rotexp.sweep.sweep import JOBS_FILE, Sweep, claimed
 from rotexp.tracking.files import write_summary
 
@@ -230,7 +231,7 @@ def leave_done(job: Job, config: Config) -> None:
 
 def test_jobs_that_are_done_are_not_run_again(program: Callable[[str], None], tmp_path: Path) -> None:
     program("sys.exit(3)")
-    first, second = make_jobs(tmp_path / "sweep", [0, 1])
+    first, _ = make_jobs(tmp_path / "sweep", [0, 1])
     launched_otherwise = replace(
         first.config,
         launch=replace(first.config.launch, threads=7),
@@ -267,7 +268,7 @@ def test_what_a_run_resolved_of_its_model_is_no_difference(tmp_path: Path) -> No
         if same:
             assert finished_before(again) is not None
         else:
-            with pytest.raises(ValueError, match="is done with another model.revision"):
+            with pytest.raises(ValueError, match=r"is done with another model\.revision"):
                 finished_before(again)
 
 
@@ -357,3 +358,60 @@ def test_a_jobs_configuration_is_the_resolved_one_and_its_folder(tmp_path: Path)
     assert (written.seed, written.train.steps) == (3, 80)
     assert written.hydra.run.dir == str(folder)
     assert text.startswith(resolved_yaml(make_jobs(tmp_path, [3])[0].config))
+
+
+def test_the_table_shows_what_is_varied_and_every_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sweep = Sweep()
+    sweep.folder = tmp_path
+    sweep.expect("a", {"x": "[1,2]", "y": "1"})
+    sweep.record(Outcome("a", {"x": "[1,2]", "y": "1"}, tmp_path / "a", Status.done, None, 12.3, 45.6789))
+    sweep.refuse("b", {"x": "[red]", "y": "2"}, "x=[red]: must be\n  a number; change it")
+    sweep.expect("c", {"x": "3", "y": "3"})
+    sweep.show(command=["…/train.py", "-m", "x=[1,2],3", "hydra.sweep.dir=elsewhere"])
+    shown = capsys.readouterr()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.out.splitlines() if "│" in line]
+    assert rows == [
+        ["[1,2]", "1", "done", "45.68", "12", "a", ""],
+        ["[red]", "2", "refused", "", "", "", "x=[red]: must be a number; change it"],
+        ["3", "3", "not started", "", "", "", ""],
+    ]
+    again = f"to go on: python -m rotexp.train -m 'x=[1,2],3' hydra.sweep.dir={tmp_path}"
+    assert shown.out.splitlines()[-2:] == [f"sweep folder: {tmp_path} (1 of 3 jobs done)", again]
+    assert shown.err == "rotexp: x=[red]: must be a number; change it\n"
+
+
+def test_a_sweep_in_which_no_job_is_right_has_no_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sweep = Sweep()
+    sweep.folder = tmp_path
+    sweep.refuse("a", {}, "wrong")
+    sweep.show(command=["train.py"])
+    assert capsys.readouterr().out == ""
+
+
+def test_an_interrupted_job_asks_submitit_alone_for_its_place_in_the_queue() -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, _frame: received.append(number))
+    try:
+        ask_for_requeue({})
+        ask_for_requeue({"SUBMITIT_EXECUTOR": "local"})
+        assert received == []
+        ask_for_requeue({"SUBMITIT_EXECUTOR": "slurm"})
+        assert received == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_what_a_scheduler_ran_is_read_from_its_folder(tmp_path: Path) -> None:
+    jobs = make_jobs(tmp_path, [0, 1, 2])
+    leave_done(jobs[0], jobs[0].config)
+    jobs[1].folder.mkdir()
+    write_summary(jobs[1].folder, {"status": "running", "error": None})
+    sweep = Sweep()
+    sweep.folder = tmp_path
+    sweep.read(jobs)
+    assert [(outcome.status, outcome.perplexity) for outcome in sweep.outcomes.values()] == [
+        (Status.done, 7.0),
+        (Status.failed, None),
+        (Status.failed, None),
+    ]
+    assert "see the scheduler's log" in str(sweep.outcomes["seed-1"].error)

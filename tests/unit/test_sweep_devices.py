@@ -32,7 +32,7 @@ def test_shares_are_disjoint_and_of_one_size() -> None:
     assert shares(list("01234567"), jobs_at_once=2) == [tuple("0123"), tuple("4567")]
     assert shares(list("01234"), jobs_at_once=2) == [("0", "1"), ("2", "3")]
     assert shares([], jobs_at_once=3) == [(), (), ()]
-    with pytest.raises(ValueError, match="sweep.jobs_at_once=3: must be at most 2, the accelerators of this machine"):
+    with pytest.raises(ValueError, match=r"sweep\.jobs_at_once=3: must be at most 2, the accelerators of this machine"):
         shares(["0", "1"], jobs_at_once=3)
 
 

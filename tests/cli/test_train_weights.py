@@ -1,0 +1,193 @@
+"""More than rotations is trained: what is named and nothing else, against the float model as it was, and exported."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from run_train import Run, run_train
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from rotexp.data.blocks import cut
+
+Train = Callable[..., Run]
+
+FIXED = ["data.global_batch_size=4", "train.steps=4", "train.lr_schedule=constant", "tracker=jsonl"]
+"""With a calibration text of four blocks, every step has the same batch."""
+
+LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj")
+QUANTIZED = [f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in (*LINEARS, "mlp.down_proj")]
+NORMS = [
+    *(f"model.layers.{layer}.{name}_layernorm.weight" for layer in range(2) for name in ("input", "post_attention")),
+    "model.norm.weight",
+]
+TRAINED = {
+    "rotations_and_norms": set(NORMS),
+    "rotations_and_scales": {f"quantizer_scales.{name.replace('.', '-')}" for name in QUANTIZED},
+    "all": {"model.embed_tokens.weight", "lm_head.weight", *NORMS, *QUANTIZED},
+}
+
+LOGITS = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+with torch.no_grad():
+    torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])
+"""
+
+
+@pytest.fixture(scope="module")
+def four_blocks(texts: list[str], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A calibration text of four blocks of 32 tokens, as an override."""
+    from transformers import AutoTokenizer
+
+    whole = Path(texts[1].partition("=")[2]).read_text()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    short = tokenizer.decode(tokenizer(whole, add_special_tokens=False)["input_ids"][:140])
+    assert len(cut(short, tokenizer, length=32, key="text")) == 4
+    file = tmp_path_factory.mktemp("text") / "short.txt"
+    file.write_text(short)
+    return f"data.calibration={file}"
+
+
+@pytest.fixture(scope="module")
+def train(small: list[str], four_blocks: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Train the small model on one batch."""
+
+    def run(*arguments: str) -> Run:
+        own = [four_blocks, *FIXED, *arguments]
+        given = {argument.partition("=")[0] for argument in own}
+        kept = [override for override in small if override.partition("=")[0] not in given]
+        ended = run_train(tmp_path_factory.mktemp("run") / "folder", *kept, *own)
+        assert (ended.code, ended.errors, ended.left_behind) == (0, "", [])
+        return ended
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(train: Train) -> dict[str, Run]:
+    """A run of each kind; their rotations hardly move."""
+    still = ["optimizer.lr=1e-6", "adamw.lr=1e-2"]
+    runs = {params: train(f"train.params={params}", *still) for params in TRAINED if params != "all"}
+    return runs | {"all": train("train.params=all", "ema.decay=0.5", "objective=kl", *still)}
+
+
+@pytest.mark.parametrize("params", TRAINED)
+def test_what_is_named_is_trained_and_written_and_nothing_else(trained: dict[str, Run], params: str) -> None:
+    run = trained[params]
+    weights = load_file(run.folder / "weights.safetensors")
+    assert {name.replace("__", ".") for name in weights} == TRAINED[params]
+    with safe_open(run.folder / "weights.safetensors", framework="pt") as file:
+        assert file.metadata()["config_digest"] == run.summary["config_digest"]
+    losses = [row["train/loss"] for row in run.steps]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.99 * losses[0]
+    assert all(row["grad_norm/weights"] > 0 for row in run.steps)
+    assert [row["train/lr_weights"] for row in run.steps] == [1e-2] * 4
+
+
+def test_the_float_row_and_the_teacher_stay_the_models_own(trained: dict[str, Run]) -> None:
+    """Had training moved the teacher too, the trained row could not be far from it in its float part."""
+    rows = [run.summary["evaluation"] for run in trained.values()]
+    for row in rows[1:]:
+        assert row["float"] == rows[0]["float"]
+        assert row["quantized"] == rows[0]["quantized"]
+        assert row["hadamard"] == rows[0]["hadamard"]
+    assert trained["all"].summary["evaluation"]["trained"]["kl"] > 0
+
+
+def test_an_average_has_a_row_and_orthogonal_rotations(trained: dict[str, Run]) -> None:
+    run = trained["all"]
+    assert run.perplexities["average"] not in (run.perplexities["trained"], run.perplexities["hadamard"])
+    averaged = load_file(run.folder / "rotations_average.safetensors")
+    assert averaged.keys() == run.rotations.keys()
+    for name, matrix in averaged.items():
+        torch.testing.assert_close(matrix @ matrix.mT, torch.eye(len(matrix)), rtol=0, atol=1e-5)
+        assert not torch.equal(matrix, run.rotations[name])
+    assert "average" not in trained["rotations_and_norms"].perplexities
+    assert not (trained["rotations_and_norms"].folder / "rotations_average.safetensors").exists()
+
+
+def test_a_run_that_made_it_worse_says_so_and_keeps_its_best_rotations(train: Train) -> None:
+    """Steps of three radians lead nowhere: the best rotations are those of the start."""
+    run = train("optimizer.lr=3.0", "optimizer.retract_every=1")
+    losses = [row["train/loss"] for row in run.steps]
+    best = losses.index(min(losses))
+    assert run.summary["train"]["best_step"] == best + 1
+    improved = run.perplexities["trained"] < run.perplexities["hadamard"]
+    assert run.summary["train"]["improved"] is improved
+    kept = load_file(run.folder / "rotations_best.safetensors")
+    assert not all(torch.equal(kept[name], matrix) for name, matrix in run.rotations.items())
+    for matrix in kept.values():
+        torch.testing.assert_close(matrix @ matrix.mT, torch.eye(len(matrix)), rtol=0, atol=1e-4)
+
+
+def test_an_export_computes_what_was_trained(train: Train, four_blocks: str, tmp_path: Path) -> None:
+    """Without quantizers the run's own held-out perplexity of the trained model is that of the plain model exported."""
+    run = train("train.params=all", "adamw.lr=1e-2", "rotation=hadamard", "quant=none")
+    assert run.perplexities["trained"] != pytest.approx(run.perplexities["float"], rel=1e-2)
+    command = [sys.executable, "-m", "rotexp.export", f"run={run.folder}", f"export.path={tmp_path / 'model'}"]
+    exported = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    assert (exported.returncode, exported.stderr) == (0, "")
+    blocks = windows(run, tmp_path / "model")
+    torch.save(blocks, tmp_path / "ids.pt")
+    command = [sys.executable, "-c", LOGITS, str(tmp_path / "model"), str(tmp_path / "ids.pt"), str(tmp_path / "out.pt")]
+    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    logits = torch.load(tmp_path / "out.pt")
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), blocks[:, 1:].flatten())
+    assert math.exp(losses.item()) == pytest.approx(run.perplexities["trained"], rel=1e-4)
+
+
+def windows(run: Run, model: Path) -> torch.Tensor:
+    """Return the held-out windows of a run."""
+    from transformers import AutoTokenizer
+
+    resolved = (run.folder / "config.resolved.yaml").read_text().splitlines()
+    (file,) = [line.split(": ")[1].strip("'\"") for line in resolved if line.startswith("  evaluation: ")]
+    text = Path(file).read_text(encoding="utf-8")
+    return torch.from_numpy(cut(text, AutoTokenizer.from_pretrained(model), length=32, key="text")[:4])
+
+
+def test_a_simulated_world_is_marked_everywhere_and_leaves_nothing_to_go_on_from(train: Train) -> None:
+    run = train("train.params=all", "sharding=zero2_master", "sharding.sim_world=8", "train.checkpoint_every=1")
+    assert run.summary["simulated_world"] == 8
+    assert run.summary["world_size"] == 1
+    assert all(row["sharding/sim_world"] == 8.0 for row in run.rows)
+    with safe_open(run.folder / "rotations.safetensors", framework="pt") as file:
+        assert file.metadata()["simulated_world"] == "8"
+    assert "simulated world of 8: not a real training" in run.output
+    assert not (run.folder / "weights.safetensors").exists()
+    assert not (run.folder / "checkpoints").exists()
+    command = [sys.executable, "-m", "rotexp.export", f"run={run.folder}", f"export.path={run.folder / 'model'}"]
+    refused = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    assert refused.returncode == 2
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_bf16_weights_move_by_updates_below_their_resolution(train: Train, checkpoint: Path) -> None:
+    """On two ranks, each of them holding half of the master: rates of a thousandth of a weight's last bit add up."""
+    run = train(
+        "train.params=all",
+        "sharding=zero2_master",
+        "model.dtype=bfloat16",
+        "adamw.lr=1e-4",
+        "train.steps=6",
+        "optimizer.lr=1e-6",
+    )
+    weights = load_file(run.folder / "weights.safetensors")
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    start = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"].bfloat16().float()
+    moved = (weights["model.embed_tokens.weight"] - start).abs()
+    assert 0 < moved.max() <= 6 * 1.1e-4
+    assert run.summary["world_size"] == 2
+    losses = [row["train/loss"] for row in run.steps]
+    assert json.dumps(losses)
+    assert losses[-1] < losses[0]

@@ -1,0 +1,117 @@
+"""Closed forms of what a rank holds, against counts by hand and against a model on the meta device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks.trained_memory import MemoryRequest
+from rotexp.config import Config, Strategy, Trainable
+from rotexp.metrics.static_memory import Bank, StaticBytes, Weight, predict, static_bytes
+from rotexp.models.arch import find_spec
+from rotexp.models.load import build_model, open_checkpoint
+from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.placement import place
+from rotexp.rotation.trainable import train_also
+
+MATRIX = Weight(rows=5, width=3, trained=True, split=True)
+WHOLE = Weight(rows=7, width=1, trained=True)
+
+
+def meta_model(config: Config) -> RotatedModel:
+    checkpoint = open_checkpoint(config.model, seed=0)
+    network = build_model(checkpoint, dtype=getattr(torch, config.model.dtype.name))
+    model = place(network, find_spec(network), config.rotation, config.quant, seed=0)
+    train_also(model, config.train.params)
+    return model
+
+
+def forecast(strategy: str, *, params: Trainable = Trainable.all, world_size: int = 2, rank: int = 0) -> StaticBytes:
+    config = MemoryRequest(strategy, model="nano").config()
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, params=params))
+    return predict(meta_model(config), config, world_size=world_size, rank=rank)
+
+
+def test_rows_are_padded_to_the_first_ranks_and_owned_as_they_are() -> None:
+    assert [MATRIX.owned(2, place=place) for place in range(2)] == [9, 6]
+    assert [MATRIX.owned(4, place=place) for place in range(4)] == [6, 6, 3, 0]
+    assert MATRIX.room(2) == 9
+    assert MATRIX.room(4) == 6
+    assert WHOLE.room(4) == WHOLE.owned(4, place=3) == 7
+
+
+def test_shards_have_padded_weights_and_gradients_and_moments_of_what_they_own() -> None:
+    first, last = (static_bytes([MATRIX, WHOLE], bank=Bank(), shards=4, place=place, ema=True) for place in (0, 3))
+    assert first.weights == first.gradients == last.weights == 4 * (6 + 7)
+    assert (first.moments, last.moments) == (8 * (6 + 7), 8 * 7)
+    assert (first.shadows, last.shadows) == (4 * (6 + 7), 4 * 7)
+    assert first.master == first.shard_gradient == 0
+
+
+def test_a_master_is_one_padded_piece_of_all_that_is_trained() -> None:
+    weights = [dataclasses.replace(MATRIX, itemsize=2, split=False), dataclasses.replace(WHOLE, itemsize=2)]
+    found = static_bytes(weights, bank=Bank(), master_world=4, ema=True)
+    assert found.weights == found.gradients == 2 * 22
+    assert found.master == found.shard_gradient == found.shadows == 4 * 6
+    assert found.moments == 8 * 6
+
+
+def test_frozen_weights_have_neither_gradient_nor_moments_nor_shadow() -> None:
+    frozen = dataclasses.replace(MATRIX, trained=False, head=True)
+    found = static_bytes([frozen], bank=Bank(), shards=2, ema=True)
+    assert found == StaticBytes(heads=4 * 9)
+
+
+def test_a_teacher_has_what_the_checkpoint_has() -> None:
+    added = dataclasses.replace(WHOLE, taught=False)
+    found = static_bytes([MATRIX, added], bank=Bank(), shards=2, teacher=True, buffers=16)
+    assert found.teacher == 4 * 9 + 16
+
+
+def test_a_bank_is_kept_with_its_start_and_its_best() -> None:
+    found = static_bytes([], bank=Bank(bytes=64, trained_bytes=48, momentum=True), ema=True)
+    assert (found.bank, found.bank_gradients, found.shadows) == (3 * 64 + 48, 48, 48)
+    assert static_bytes([], bank=Bank(bytes=64)).total == 3 * 64
+
+
+def test_gathered_weights_are_outside_the_total_and_gradients_outside_what_stays() -> None:
+    found = static_bytes([MATRIX], bank=Bank(bytes=64, trained_bytes=64), shards=2, gathered_itemsize=2)
+    assert found.gathered == 2 * 2 * 9
+    assert found.total == sum(dataclasses.astuple(found)) - found.gathered
+    assert found.between_steps == found.total - 4 * 9 - 64
+    assert found.by_kind() == {**dataclasses.asdict(found), "total": found.total}
+
+
+@pytest.mark.parametrize("strategy", Strategy.__members__)
+def test_a_model_without_memory_is_counted_as_it_will_be(strategy: str) -> None:
+    found = forecast(strategy, world_size=4)
+    layers = 2 * (48 * (48 + 24 + 24 + 48) + 3 * 48 * 80 + 2 * 48) + 48
+    heads = 2 * 2048 * 48
+    parts = {"no_shard": 1, "zero2_master": 1, "full": 4, "zero2": 4, "hybrid": 2, "hybrid_zero2": 2}[strategy]
+    assert found.weights == 4 * layers // parts
+    assert found.heads == 4 * heads // parts
+    owners = 4 if strategy == "zero2_master" else parts
+    assert found.moments == 8 * (layers + heads) // owners
+    assert found.bank == 3 * 4 * (48 * 48 + 2 * 12 * 12)
+    assert found.gathered == (4 * (layers + heads) if strategy.endswith("zero2") else 0)
+
+
+def test_rotations_alone_take_no_gradients_of_weights() -> None:
+    found = forecast("full", params=Trainable.rotations)
+    assert found.gradients == found.moments == found.master == 0
+    assert found.bank_gradients == found.shadows == 4 * (48 * 48 + 2 * 12 * 12)
+
+
+def test_a_simulated_world_divides_the_master_alone() -> None:
+    config = MemoryRequest("zero2_master", model="nano").config()
+    simulated = dataclasses.replace(config, sharding=dataclasses.replace(config.sharding, sim_world=64))
+    alone, found = (predict(meta_model(each), each, world_size=1) for each in (config, simulated))
+    assert found.weights == alone.weights
+    assert found.master == pytest.approx(alone.master / 64, abs=4)
+
+
+def test_the_line_names_the_total_and_what_there_is() -> None:
+    line = StaticBytes(weights=3 * 2**20, bank_gradients=2**19).line()
+    assert line == "3.5 MiB a rank whatever the batch: weights 3.0, bank gradients 0.5"
