@@ -34,7 +34,6 @@ NEEDED_DISK_GIB, NEEDED_MEMORY_GIB = 1.0, 2.0
 EXTRAS = {
     "gguf": ("gguf", "sentencepiece"),
     "hub": ("datasets",),
-    "report": ("plotly",),
     "dashboard": ("wandb_workspaces",),
     "bench": ("geoopt",),
     "slurm": ("hydra_plugins.hydra_submitit_launcher",),

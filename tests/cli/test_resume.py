@@ -103,7 +103,9 @@ def wandb_history(folder: Path) -> list[tuple[str, int, float | None]]:
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "history":
-                row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+                row = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+                }
                 rows.append((file.stem, row["_step"], row.get("train/loss")))
     return rows
 
@@ -170,7 +172,7 @@ def test_slurms_signal_of_pre_emption_saves_on_all_ranks(end: Any, arguments: li
     assert (continued.code, continued.left_behind) == (0, [])
     assert f"after step {last}" in continued.output
     assert [row["step"] for row in continued.steps] == list(range(1, STEPS + 1))
-    assert len(load_file(ended.folder / "weights.safetensors")) == 20
+    assert len(load_file(ended.folder / "weights.safetensors")) == 21
 
 
 def test_a_killed_run_goes_on_from_the_last_complete_checkpoint(
@@ -235,7 +237,5 @@ def test_a_folder_in_which_another_process_runs_is_refused(arguments: list[str],
         fcntl.flock(file, fcntl.LOCK_EX)
         refused = run_train(folder, *arguments)
     assert refused.code == 2
-    assert refused.errors == (
-        f"rotexp: hydra.run.dir={folder}: another process runs in it; wait, or choose another\n"
-    )
+    assert refused.errors == (f"rotexp: hydra.run.dir={folder}: another process runs in it; wait, or choose another\n")
     assert [path.name for path in folder.iterdir()] == [".lock"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -22,7 +21,14 @@ Train = Callable[..., Run]
 FIXED = ["data.global_batch_size=4", "train.steps=4", "train.lr_schedule=constant", "tracker=jsonl"]
 """With a calibration text of four blocks, every step has the same batch."""
 
-LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj")
+LINEARS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+)
 QUANTIZED = [f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in (*LINEARS, "mlp.down_proj")]
 NORMS = [
     *(f"model.layers.{layer}.{name}_layernorm.weight" for layer in range(2) for name in ("input", "post_attention")),
@@ -62,10 +68,8 @@ def train(small: list[str], four_blocks: str, tmp_path_factory: pytest.TempPathF
     """Train the small model on one batch."""
 
     def run(*arguments: str) -> Run:
-        own = [four_blocks, *FIXED, *arguments]
-        given = {argument.partition("=")[0] for argument in own}
-        kept = [override for override in small if override.partition("=")[0] not in given]
-        ended = run_train(tmp_path_factory.mktemp("run") / "folder", *kept, *own)
+        given = {argument.partition("=")[0]: argument for argument in (*small, four_blocks, *FIXED, *arguments)}
+        ended = run_train(tmp_path_factory.mktemp("run") / "folder", *given.values())
         assert (ended.code, ended.errors, ended.left_behind) == (0, "", [])
         return ended
 
@@ -76,32 +80,34 @@ def train(small: list[str], four_blocks: str, tmp_path_factory: pytest.TempPathF
 def trained(train: Train) -> dict[str, Run]:
     """A run of each kind; their rotations hardly move."""
     still = ["optimizer.lr=1e-6", "adamw.lr=1e-2"]
-    runs = {params: train(f"train.params={params}", *still) for params in TRAINED if params != "all"}
-    return runs | {"all": train("train.params=all", "ema.decay=0.5", "objective=kl", *still)}
+    coarse = [
+        "objective=kl",
+        "quant.weights.bits=3",
+        "quant.weights.clip_search=false",
+    ]  # where scales can be far better
+    further = {"rotations_and_norms": [], "rotations_and_scales": coarse, "all": ["ema.decay=0.5"]}
+    return {params: train(f"train.params={params}", *still, *given) for params, given in further.items()}
 
 
 @pytest.mark.parametrize("params", TRAINED)
 def test_what_is_named_is_trained_and_written_and_nothing_else(trained: dict[str, Run], params: str) -> None:
     run = trained[params]
     weights = load_file(run.folder / "weights.safetensors")
-    assert {name.replace("__", ".") for name in weights} == TRAINED[params]
+    assert set(weights) == TRAINED[params]
     with safe_open(run.folder / "weights.safetensors", framework="pt") as file:
         assert file.metadata()["config_digest"] == run.summary["config_digest"]
-    losses = [row["train/loss"] for row in run.steps]
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.99 * losses[0]
+    assert run.steps[-1]["train/loss"] < run.steps[0]["train/loss"]
     assert all(row["grad_norm/weights"] > 0 for row in run.steps)
     assert [row["train/lr_weights"] for row in run.steps] == [1e-2] * 4
 
 
 def test_the_float_row_and_the_teacher_stay_the_models_own(trained: dict[str, Run]) -> None:
-    """Had training moved the teacher too, the trained row could not be far from it in its float part."""
-    rows = [run.summary["evaluation"] for run in trained.values()]
-    for row in rows[1:]:
-        assert row["float"] == rows[0]["float"]
-        assert row["quantized"] == rows[0]["quantized"]
-        assert row["hadamard"] == rows[0]["hadamard"]
-    assert trained["all"].summary["evaluation"]["trained"]["kl"] > 0
+    """Weights that moved far are far from the float model that there was, which no quantization error explains."""
+    norms, scales, weights = (run.summary["evaluation"] for run in trained.values())
+    assert norms["float"] == scales["float"] == weights["float"]
+    assert norms["hadamard"] == weights["hadamard"]
+    assert weights["trained"]["kl"] > 10 * weights["hadamard"]["kl"]
+    assert scales["trained"]["kl"] < scales["hadamard"]["kl"]
 
 
 def test_an_average_has_a_row_and_orthogonal_rotations(trained: dict[str, Run]) -> None:
@@ -139,7 +145,14 @@ def test_an_export_computes_what_was_trained(train: Train, four_blocks: str, tmp
     assert (exported.returncode, exported.stderr) == (0, "")
     blocks = windows(run, tmp_path / "model")
     torch.save(blocks, tmp_path / "ids.pt")
-    command = [sys.executable, "-c", LOGITS, str(tmp_path / "model"), str(tmp_path / "ids.pt"), str(tmp_path / "out.pt")]
+    command = [
+        sys.executable,
+        "-c",
+        LOGITS,
+        str(tmp_path / "model"),
+        str(tmp_path / "ids.pt"),
+        str(tmp_path / "out.pt"),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=200)
     logits = torch.load(tmp_path / "out.pt")
     losses = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), blocks[:, 1:].flatten())
@@ -189,5 +202,4 @@ def test_bf16_weights_move_by_updates_below_their_resolution(train: Train, check
     assert 0 < moved.max() <= 6 * 1.1e-4
     assert run.summary["world_size"] == 2
     losses = [row["train/loss"] for row in run.steps]
-    assert json.dumps(losses)
     assert losses[-1] < losses[0]

@@ -16,7 +16,7 @@ COUNT_BYTES, UPDATES_BYTES = 4, 8
 TWO: dict[str, dict[str, Any]] = {
     "no_shard": {"strategy": "no_shard"},
     "full": {"strategy": "full"},
-    "full, small ones whole": {"strategy": "full", "min_shard_size": 64},
+    "zero2, small ones whole": {"strategy": "zero2", "min_shard_size": 64},
     "full, distilling": {"strategy": "full", "distills": True},
     "full, scales": {"strategy": "full", "params": "rotations_and_scales"},
     "zero2": {"strategy": "zero2"},

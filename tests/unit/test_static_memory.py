@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.trained_memory import MemoryRequest
+from benchmarks import facts
+from benchmarks.trained_memory import MemoryRequest, table
 from rotexp.config import Config, Strategy, Trainable
 from rotexp.metrics.static_memory import Bank, StaticBytes, Weight, predict, static_bytes
 from rotexp.models.arch import find_spec
@@ -115,3 +116,18 @@ def test_a_simulated_world_divides_the_master_alone() -> None:
 def test_the_line_names_the_total_and_what_there_is() -> None:
     line = StaticBytes(weights=3 * 2**20, bank_gradients=2**19).line()
     assert line == "3.5 MiB a rank whatever the batch: weights 3.0, bank gradients 0.5"
+
+
+def test_the_table_shows_the_fullest_rank_and_the_ratio_furthest_from_one() -> None:
+    kinds = StaticBytes(weights=2**20, heads=2**20).by_kind()
+    predicted = {"backward": 2**21, "between": 2**21}
+    measured = [{"backward": 2**21, "between": 2**20}, {"backward": 2**22, "between": 2**21}]
+    ranks = [
+        {"kinds": kinds, "predicted": predicted, "measured": held, "peak_rss_gib": peak}
+        for held, peak in zip(measured, (0.5, 0.25), strict=True)
+    ]
+    request = dataclasses.asdict(MemoryRequest("full"))
+    text = facts.markdown(table([{"request": request, "by_rank": ranks}])).splitlines()[-1]
+    cells = [cell.strip() for cell in text.strip("|").split("|")]
+    assert cells[:4] == ["full", "float32", "2", "2.00"]
+    assert cells[-7:] == ["2.00", "4.00", "2.000000", "2.00", "2.00", "0.500000", "512.00"]
