@@ -19,6 +19,7 @@ from rotexp.inputs import Inputs
 from rotexp.measurements import Measurements
 from rotexp.metrics.profiler import StepProfiler
 from rotexp.metrics.rotations import rotation_metrics, rotation_rows
+from rotexp.metrics.static_memory import StaticBytes, predict
 from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model, checkpoint_layers, summarize_model
 from rotexp.models.materialize import materialize
@@ -81,6 +82,7 @@ class Experiment:
         )
         self.summary: dict[str, Any] = {"status": "running", "error": None}
         self.guard: UnshardGuard | None = None
+        self.static: StaticBytes | None = None
         self.measurements = Measurements(
             config,
             inputs,
@@ -178,6 +180,15 @@ class Experiment:
             self.base = weights_digest(model.network, communication=self.communication, ignored=ignored)
         self.summary["sharding"] = {"strategy": self.config.sharding.strategy.name, "effective": asdict(effective)}
         self.console.print(startup_panel(self.start_up(model, effective)))
+        if self.config.train.steps:
+            self.static = predict(
+                model,
+                self.config,
+                world_size=self.communication.world_size,
+                rank=self.communication.rank,
+                ranks_per_node=self.ranks_per_node,
+            )
+            self.console.print(self.static.line(), highlight=False, soft_wrap=True)
         if self.guard is not None:
             groups, mode = self.guard.num_groups, self.config.sync_mode.mode.name
             name = self.inputs.checkpoint.identity
@@ -316,6 +327,7 @@ class Experiment:
             "train": train_summary(result, self.measurements.rows, world_size=self.communication.world_size),
             "evaluation": self.measurements.rows,
             "memory": self.phases.memory,
+            "static_bytes": self.static.by_kind() if self.static else None,
             "throughput": {"tokens_per_s": self.tokens_per_step * len(result.losses) / max(result.seconds, 1e-9)},
             "time": self.phases.seconds,
             "replica": {"max_abs_diff": divergence.max_abs_diff},

@@ -20,6 +20,7 @@ from rotexp.sharding.communication import Communication
 from rotexp.sharding.state_dicts import full_state
 from rotexp.training.state import TrainingState
 
+
 def origin(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a file of a run says of where it comes from."""
     simulated = config.sharding.sim_world

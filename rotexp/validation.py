@@ -24,7 +24,6 @@ from rotexp.config import (
 )
 from rotexp.targets import check_target
 
-
 MASTER_OPTIONS = ("bucket_mib", "sim_world")
 """Options of `sharding` that only the ZeRO-2 master has."""
 
@@ -36,7 +35,9 @@ def validate(config: Config) -> None:
         ValueError: one line with the key, its value, what is allowed and what to do.
     """
     require(bool(config.resume), "resume", config.resume, "auto, never or a folder", "leave it out")
-    require(config.sweep.jobs_at_once >= 1, "sweep.jobs_at_once", config.sweep.jobs_at_once, "at least 1", "leave it out")
+    require(
+        config.sweep.jobs_at_once >= 1, "sweep.jobs_at_once", config.sweep.jobs_at_once, "at least 1", "leave it out"
+    )
     require(config.seed >= 0, "seed", config.seed, "0 or more", "choose another")
     _validate_model(config.model)
     _validate_data(config.data)
@@ -190,7 +191,6 @@ def _validate_train(train: TrainConfig) -> None:
     warmup = train.warmup_steps
     require(0 <= warmup <= train.steps, "train.warmup_steps", warmup, "0 to train.steps", "shorten it")
     require(train.log_every >= 1, "train.log_every", train.log_every, "at least 1", "1 logs every step")
-
 
     every, keep = train.checkpoint_every, train.keep_checkpoints
     require(every is None or every >= 1, "train.checkpoint_every", every, "at least 1 or null", "null saves at the end")

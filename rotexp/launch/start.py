@@ -32,7 +32,8 @@ def start(config: Config, folder: Path) -> int:
         ValueError: the request is wrong; nothing was started or written then.
     """
     with interruptible():
-        adopted = adopt()
+        parent = config.launch.nnodes > 1 and "RANK" not in os.environ  # even where SLURM started one task a node
+        adopted = None if parent else adopt()
         world_size = int(adopted["WORLD_SIZE"]) if adopted else choose_world_size(config)
         validate_world(config, world_size=world_size)
         check_machine(config)
@@ -45,20 +46,27 @@ def start(config: Config, folder: Path) -> int:
         config = replace(config, model=resolve_model(config.model, inputs.checkpoint))
         if adopted is not None:
             return _run_adopted(config, inputs, folder, adopted)
+        if parent:
+            from rotexp.launch.elastic import run_node
+
+            return run_node(config, inputs, folder, nproc=world_size // config.launch.nnodes, run=_run_adopted)
         with claimed(folder):
             return _recorded(config, folder, lambda: _run(config, inputs, folder, world_size=world_size))
 
 
 def choose_world_size(config: Config) -> int:
-    """Return the ranks asked for, or one an accelerator, or the smallest world in which the sharding does something."""
+    """Return the ranks asked for, or one an accelerator, or the smallest world in which the sharding does something.
+
+    On several nodes each has as many ranks as this one.
+    """
     launch = config.launch
     if launch.kind is LaunchKind.inline or config.sharding.sim_world is not None:
         return launch.nproc or 1
     if launch.nproc is not None:
-        return launch.nproc
+        return launch.nproc * launch.nnodes
     from torch.cuda import device_count
 
-    return device_count() or MINIMUM_WORLD[config.sharding.strategy]
+    return launch.nnodes * (device_count() or -(-MINIMUM_WORLD[config.sharding.strategy] // launch.nnodes))
 
 
 def check_machine(config: Config) -> None:

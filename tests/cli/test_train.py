@@ -182,8 +182,11 @@ def sweep(train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
         f"hydra.sweep.dir={folder}",
     )
     assert (ended.code, ended.errors) == (0, "")
-    names = [f"{rotation} {quant}" for rotation in rotations for quant in quants]
-    return {name: Run(folder / str(number), 0, "", "") for number, name in enumerate(names)}
+    pairs = [(rotation, quant) for rotation in rotations for quant in quants]
+    return {
+        f"{rotation} {quant}": Run(folder / f"rotation-{rotation}__quant-{quant}", 0, "", "")
+        for rotation, quant in pairs
+    }
 
 
 def test_every_run_of_a_sweep_is_whole_and_its_own(sweep: dict[str, Run]) -> None:

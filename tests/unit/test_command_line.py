@@ -28,7 +28,11 @@ REFUSED: dict[str, list[str]] = {
     "model=null": ["model=null: must be an option of model; ", MODELS],
     "experiment=nope": ["experiment=nope: no such option; choose one of bits, "],
     "optimizer=sgd": ["optimizer=sgd: no such option; choose one of cayley_sgd"],
-    "modle=tiny": ["modle=tiny: no such key; the configuration has seed, resume, model, ", "correct it", "(nearest: model)"],
+    "modle=tiny": [
+        "modle=tiny: no such key; the configuration has seed, resume, model, ",
+        "correct it",
+        "(nearest: model)",
+    ],
     "model@other=tiny": ["model@other", "no such key; ", "(nearest: model, "],
     "hydra/launcher=nope": ["hydra/launcher=nope: no such option; choose one of basic"],
     # a key

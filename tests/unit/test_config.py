@@ -444,8 +444,8 @@ def other(value: Any) -> Any:
         case list():
             return [*value, 0.5 if value and isinstance(value[0], float) else "another"]
         case Null(annotation):
-            others = {"int | None": 3, "bool | None": True, "str | None": "text", "float | None": 0.5, "Dtype | None": Dtype.float16}
-            return others[annotation]
+            others = {"int | None": 3, "bool | None": True, "str | None": "text", "float | None": 0.5}
+            return Dtype.float16 if annotation == "Dtype | None" else others[annotation]
         case _:
             return f"{value} another"
 
