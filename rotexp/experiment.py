@@ -196,12 +196,12 @@ class Experiment:
 
     def start_up(self, model: RotatedModel, effective: EffectiveSharding) -> StartUp:
         """Return what a person wants to know before the run has cost anything."""
-        rotations = sum(matrix.numel() for matrix in model.bank.parameters())
+        ours = model.unsharded
         simulated = self.config.sharding.sim_world
         mark = "" if simulated is None else f", as rank 0 of a simulated world of {simulated}: not a real training"
         return StartUp(
             model=self.inputs.checkpoint.identity,
-            parameters=sum(parameter.numel() for parameter in model.network.parameters()) - rotations,
+            parameters=sum(weight.numel() for weight in model.network.parameters() if weight not in ours),
             sharding=f"{self.config.sharding.strategy.name}: {effective.line()}{mark}",
             devices=f"{self.communication.world_size} x {self.device.type}",
             tokens_per_step=self.tokens_per_step,
