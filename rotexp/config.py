@@ -271,7 +271,7 @@ class TrainConfig:
         micro_batch_size: in blocks a rank (None: all of its share of the global batch).
         max_grad_norm: the joint norm to which all gradients are clipped (None: not at all).
         on_nonfinite: whether a loss or gradient that is not finite ends the run or its step alone.
-        checkpoint_every: steps between two checkpoints (None: only after the last step, and when a signal ends the run).
+        checkpoint_every: steps between two checkpoints (None: after the last step, and when a signal ends the run).
         keep_checkpoints: how many of the newest are kept.
         async_checkpoints: write while training goes on.
     """

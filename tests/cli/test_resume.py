@@ -225,7 +225,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_left_alone(
 REFUSED = {
     "train.params=all": "train.params=all: must be rotations, as it was",
     "train.steps=3": f"train.steps=3: must be at least the {STEPS} done",
-    "resume=nowhere": "resume=nowhere: holds no complete checkpoint (none is there); name a run that has one",
+    "resume=/nowhere": "resume=/nowhere: holds no complete checkpoint (none is there); name a run that has one",
 }
 
 

@@ -377,7 +377,7 @@ def test_the_page_has_a_place_for_every_benchmark_and_is_rewritten_in_place() ->
         **facts.environment(),
         "tables": [facts.make_table("Title", ("a",), [["1"]])],
     }
-    names = ("step", "optimizer", "quantizers", "sharding", "startup", "overhead", "sync_modes")
+    names = ("step", "optimizer", "quantizers", "sharding", "startup", "overhead", "sync_modes", "trained_memory")
     once = page.rewrite(page.PAGE.read_text(encoding="utf-8"), {name: page.section(name, [found]) for name in names})
     assert "FIGURES:" not in once
     assert once.count(found["command"]) >= len(names)

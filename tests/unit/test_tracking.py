@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import wandb
 
+from rotexp import folders
 from rotexp.config import Config, TrackerConfig, TrackerKind, WandbMode
 from rotexp.metrics.keys import METRICS, check_keys, find_metric
-from rotexp.tracking import files
 from rotexp.tracking import wandb as mirror
 from rotexp.tracking.files import (
     MetricsFile,
@@ -127,7 +127,7 @@ def test_a_full_disk_leaves_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     path = written(tmp_path, 1, 2)
     before = path.read_text()
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(folders.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         truncate_metrics(tmp_path, 1)
     assert path.read_text() == before
@@ -146,7 +146,7 @@ def test_a_full_disk_leaves_the_old_summary_and_no_litter(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     write_summary(tmp_path, {"status": "running"})
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(folders.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_summary(tmp_path, {"status": "done"})
     assert read_summary(tmp_path) == {"status": "running"}
@@ -157,7 +157,7 @@ def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path: Path, m
     path = tmp_path / "file"
     write_atomically(path, "old")
     seen: list[str] = []
-    monkeypatch.setattr(files.os, "fsync", lambda _descriptor: seen.append(path.read_text()))
+    monkeypatch.setattr(folders.os, "fsync", lambda _descriptor: seen.append(path.read_text()))
     write_atomically(path, "new")
     assert seen == ["old"]
     assert path.read_text() == "new"

@@ -41,7 +41,7 @@ from rotexp.config import (
 from rotexp.metrics.rotations import rotation_metrics, rotation_rows
 from rotexp.optim.stiefel import orthogonality_error
 from rotexp.tracking import upload
-from rotexp.tracking.files import write_summary
+from rotexp.tracking.files import truncate_metrics, write_summary
 from rotexp.tracking.naming import axes_name, display_name, mirrored_config, tags
 from rotexp.tracking.tracker import Trackers, open_trackers
 from rotexp.tracking.upload import find_runs, replay
@@ -288,19 +288,24 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run_and_its_steps_never_go_back
     run_id = first.run_id
     assert run_id
 
+    assert truncate_metrics(folder, 2) == 4
     again = open_trackers(config, folder, plain_config=plain, rank=0, run_id=run_id, logged_to=4)
     again.log({"time/load_s": 1.0}, step=2)
     for step in range(3, 7):
         again.log({"train/loss": float(step)}, step=step)
     again.finish({"status": "done"}, exit_code=0)
     assert again.run_id == run_id
-    runs = records(folder, "run")
-    assert [run.run_id for run in runs] == [run_id, run_id]
-    assert [run.resume for run in runs] == [False, True]
-    rows = history(folder)
-    assert rows == [{"step": step, "train/loss": step} for step in range(7)]
+    assert len(list(folder.glob("wandb/offline-run-*"))) == 1  # it holds the whole history
+    assert [run.run_id for run in records(folder, "run")] == [run_id]
+    at_resuming = {"step": 2, "train/loss": 2, "time/load_s": 1}
+    assert history(folder) == [
+        {"step": 0, "train/loss": 0},
+        {"step": 1, "train/loss": 1},
+        at_resuming,
+        *({"step": step, "train/loss": step} for step in range(3, 7)),
+    ]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines][5:] == [2, 3, 4, 5, 6]  # the file is another matter
+    assert [line["step"] for line in lines] == [0, 1, 2, 2, 3, 4, 5, 6]
 
 
 def test_what_follows_the_last_step_that_wandb_saw_is_sent_one_step_on(home: Path, tmp_path: Path) -> None:
