@@ -324,7 +324,8 @@ class Experiment:
             "status": "done",
             "world_size": self.communication.world_size,
             "model": summarize_model(self.config.model, self.inputs.checkpoint),
-            "train": train_summary(result, self.measurements.rows, world_size=self.communication.world_size),
+            "train": train_summary(result, self.measurements.rows, world_size=self.communication.world_size)
+            | ({} if state.master is None else {"num_spills": state.master.num_spills}),
             "evaluation": self.measurements.rows,
             "memory": self.phases.memory,
             "static_bytes": self.static.by_kind() if self.static else None,

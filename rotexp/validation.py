@@ -34,6 +34,14 @@ def validate(config: Config) -> None:
     Raises:
         ValueError: one line with the key, its value, what is allowed and what to do.
     """
+    simulated = config.sharding.sim_world is not None
+    require(
+        not simulated or config.resume in ("auto", "never"),
+        "resume",
+        config.resume,
+        "auto or never in a simulated world, which is no training",
+        "leave it out",
+    )
     require(bool(config.resume), "resume", config.resume, "auto, never or a folder", "leave it out")
     require(
         config.sweep.jobs_at_once >= 1, "sweep.jobs_at_once", config.sweep.jobs_at_once, "at least 1", "leave it out"

@@ -7,6 +7,7 @@ import ctypes
 import json
 import logging
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,8 +15,9 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -27,7 +29,7 @@ from rotexp.config import Config
 from rotexp.inputs import Inputs
 from rotexp.launch.outer import adopt
 from rotexp.launch.rank import run_rank
-from rotexp.signals import Interrupted
+from rotexp.signals import SAVING, Interrupted
 
 _PR_SET_PDEATHSIG = 1
 
@@ -57,8 +59,11 @@ def run_elastic(config: Config, inputs: Inputs, folder: Path, *, nproc: int) -> 
     """
     with _settings(config, nproc=nproc) as (settings, failures):
         try:
-            elastic_launch(settings, _run_recorded)(config, inputs, folder, failures)
+            with _forwarding_signals() as forwarded:
+                elastic_launch(settings, _run_recorded)(config, inputs, folder, failures)
         except ChildFailedError as error:
+            if forwarded and error.get_first_failure()[1].exitcode in _ends_by(forwarded):
+                raise Interrupted(forwarded[0]) from None
             raise RankError(_first_failure(error, failures)) from None
         except SignalException as error:
             raise Interrupted(error.sigval) from None
@@ -77,9 +82,12 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
     inputs.checkpoint.weights.release()
     with _settings(config, nproc=nproc) as (settings, _):
         try:
-            elastic_launch(settings, _run_as_part)(run, config, inputs, folder)
+            with _forwarding_signals() as forwarded:
+                elastic_launch(settings, _run_as_part)(run, config, inputs, folder)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
+            if forwarded and failure.exitcode in _ends_by(forwarded):
+                return Interrupted(forwarded[0]).exit_code
             if failure.exitcode < 0:  # it could not say so itself
                 sys.stderr.write(f"rotexp: rank {rank}: {failure.message}\n")
             return failure.exitcode if failure.exitcode in INTERRUPTED else FAILED
@@ -93,6 +101,37 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
         except Interrupted as interruption:
             return interruption.exit_code
     return DONE
+
+
+@contextmanager
+def _forwarding_signals() -> Iterator[list[int]]:
+    """Pass the signals after which a run saves on to the ranks, which then end by themselves; yield those that came.
+
+    Raises:
+        Interrupted: there is no rank yet.
+    """
+    forwarded: list[int] = []
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        ranks = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+        if not ranks:
+            raise Interrupted(number)
+        forwarded.append(number)
+        for pid in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    before = {number: signal.signal(number, forward) for number in SAVING}
+    try:
+        yield forwarded
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ends_by(signals: list[int]) -> set[int]:
+    """Return the exit codes of ranks that saved at these signals, or had not begun to listen to them."""
+    return {Interrupted(signal.SIGTERM).exit_code, *(-number for number in signals)}
 
 
 @contextmanager
@@ -115,6 +154,7 @@ def _settings(config: Config, *, nproc: int) -> Iterator[tuple[LaunchConfig, Pat
             max_restarts=0,
             monitor_interval=0.1,
             start_method="spawn",
+            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # at the others elastic gives ranks 30 s, too few to save
             logs_specs=DefaultLogsSpecs(log_dir=str(failures / "elastic")),  # by default a folder that nobody removes
         )
         yield settings, failures

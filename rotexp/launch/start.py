@@ -51,6 +51,7 @@ def start(config: Config, folder: Path) -> int:
 
             return run_node(config, inputs, folder, nproc=world_size // config.launch.nnodes, run=_run_adopted)
         with claimed(folder):
+            inputs = replace(inputs, resumption=find_resumption(config, folder))  # as it is now that it is ours
             return _recorded(config, folder, lambda: _run(config, inputs, folder, world_size=world_size))
 
 

@@ -142,6 +142,7 @@ def find_nonfinite(max_norm: float | None) -> dict[str, Any]:
         (model(torch.ones(2, 6) @ bank["R1"]).square().sum() + bank["R2_1"].sum()).backward()
         if name and last:
             local_rows(model.get_parameter(name).grad).view(-1)[0] = torch.nan
+        coordinator.consolidate(torch.zeros(1))
         norms = coordinator.clip(max_norm)
         found[name] = (coordinator.nonfinite(), bool(norms.total.isfinite()))
     return found
