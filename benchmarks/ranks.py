@@ -24,6 +24,7 @@ from benchmarks.variants import (
     LIMIT,
     MAX_GRAD_NORM,
     QUANTIZERS,
+    WHOLE,
     Workload,
     load_network,
     rotated_model,
@@ -31,6 +32,7 @@ from benchmarks.variants import (
 from rotexp.config import ShardingConfig, Strategy, SyncConfig, SyncMode
 from rotexp.metrics.memory import peaks, reset_peaks
 from rotexp.optim.cayley_sgd import CayleySGD
+from rotexp.rotation.divided import dividing
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.strategies import shard
 from rotexp.sync.guard import UnshardGuard, install
@@ -111,31 +113,38 @@ def measure_rank(request: RankRequest) -> dict[str, Any]:
     if request.batch % world_size:
         raise ValueError(f"--batch {request.batch}: must be a multiple of the {world_size} ranks; choose another")
     workload = Workload(request.model, request.batch, request.tokens, getattr(torch, request.dtype), device)
-    step, network = _sharded_step(request, workload)
-    step()  # allocates, and fixes FSDP's dtypes
-    modes = measure_modes(step, network, request)
-    return {"world_size": world_size, "request": dataclasses.asdict(request), "modes": modes, **_count(step, device)}
+    with contextlib.ExitStack() as stack:
+        step, network = _sharded_step(request, workload, stack)
+        step()  # allocates, and fixes FSDP's dtypes
+        modes = measure_modes(step, network, request)
+        figures = _count(step, device)
+    return {"world_size": world_size, "request": dataclasses.asdict(request), "modes": modes, **figures}
 
 
 def _device(request: RankRequest) -> torch.device:
     return torch.device("cpu") if request.device == "cpu" else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
-def _sharded_step(request: RankRequest, workload: Workload) -> tuple[Callable[[], None], Any]:
-    """Return this rank's training step on its share of the batch, and the sharded network."""
+def _sharded_step(
+    request: RankRequest, workload: Workload, stack: contextlib.ExitStack
+) -> tuple[Callable[[], None], Any]:
+    """Return this rank's training step on its share of the batch, valid until the stack is left, and the network."""
     network = load_network(workload)
-    quantizer = next(iter(QUANTIZERS)) if request.variant == LIMIT else request.variant
+    quantizer = next(iter(QUANTIZERS)) if request.variant == LIMIT else request.variant.split()[0]
     model = rotated_model(network, quantizer)
     model.mode.rotate = model.mode.quantize = request.variant != LIMIT
     communication = Communication(rank=dist.get_rank(), world_size=dist.get_world_size(), device=workload.device)
+    sharding = ShardingConfig(Strategy[request.strategy])
     shard(
         model.network,
-        ShardingConfig(Strategy[request.strategy]),
+        sharding,
         units=model.units,
         ignored=set(model.bank.parameters()),
         device_type=workload.device.type,
         world_size=communication.world_size,
     )
+    model.keep_codes(not sharding.strategy.reshards_after_forward)
+    division = stack.enter_context(dividing(model, sharding, frozen=request.variant not in (LIMIT, WHOLE)))
     coordinator = Coordinator(model.network, communication)
     coordinator.broadcast()
     optimizer = CayleySGD([matrix for _, matrix in model.bank.items()], lr=0.1)
@@ -151,7 +160,8 @@ def _sharded_step(request: RankRequest, workload: Workload) -> tuple[Callable[[]
         loss = objective(model, token_ids)
         loss.backward()  # type: ignore[no-untyped-call]
         if request.variant != LIMIT:
-            coordinator.consolidate(loss.detach())
+            division.collect()
+            coordinator.consolidate(loss.detach().reshape(1))
             coordinator.clip(MAX_GRAD_NORM)
             optimizer.step()
             optimizer.zero_grad()

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import facts
 from benchmarks.ranks import RankRequest, run_world
 from benchmarks.timing import Spread, interleave, paired_ratios
-from benchmarks.variants import LIMIT, QUANTIZERS
+from benchmarks.variants import LIMIT, QUANTIZERS, WHOLE
 
 ALONE = "no_shard"
 
@@ -95,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every variant, and write the figures."""
     parser = facts.parser(__doc__, output="sharding.json", repetitions=3)
     parser.add_argument("--model", default="135m")
-    parser.add_argument("--variants", nargs="+", default=[LIMIT, *QUANTIZERS], choices=[LIMIT, *QUANTIZERS])
+    variants = [LIMIT, *QUANTIZERS, WHOLE]
+    parser.add_argument("--variants", nargs="+", default=variants, choices=variants)
     parser.add_argument("--strategy", default="full", help="full, zero2, hybrid or hybrid_zero2")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4, help="blocks of all ranks together")

@@ -37,6 +37,9 @@ QUANTIZERS = {
 SEARCHING = "w4a4 searching"
 """w4a4 in a step that searches its clip ratios anew, as every `refresh_every`-th does."""
 
+WHOLE = "w4a4 whole"
+"""w4a4 under sharding, every rank rotating and quantizing whole weights."""
+
 VARIANTS = (LIMIT, *QUANTIZERS, SEARCHING, peers.BREVITAS)
 
 RANDOM_SIZES = {

@@ -10,6 +10,7 @@ from rotexp.models.arch import ValueRows
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation
+from rotexp.rotation.gathered import DividedWeight
 from rotexp.rotation.hadamard import HadamardTransform
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.products import rotate_rows, rotate_weight, rotated_linear
@@ -30,6 +31,7 @@ class RotatedLinear(nn.Module):
         output_rows: which outputs the output rotation acts on (None: all).
         online: None until `bake` has put H into W.
         keep_codes: whether the backward finds the quantized weight as integer codes, or forms it once more.
+        divided: what quantizes the weight before it is gathered, where ranks do so each for its own rows.
     """
 
     def __init__(
@@ -58,10 +60,11 @@ class RotatedLinear(nn.Module):
         self.online: HadamardTransform | None = None
         self._unbaked = online
         self.keep_codes = True
+        self.divided: DividedWeight | None = None
         self.reuse = False
         self._kept: Tensor | None = None
         self.shared = SharedInput() if shared is None else shared
-        self._reader = self.shared.join(self._shape())
+        self._reader = self.shared.join(self.shape())
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x: (..., inputs) to (..., outputs)."""
@@ -76,6 +79,8 @@ class RotatedLinear(nn.Module):
             kind=(self.mode.quantize, self.mode.rotate, sides.input, self.input_quantizer.spec),
             compute=lambda x: self._prepare(x, side=sides.input),
         )
+        if self.divided is not None and self.divided.quantized:
+            return F.linear(x, self.weight, self._rotated_bias())
         if quantized and self.reuse:
             return F.linear(x, self._quantized_weight(), self._rotated_bias())
         return self._multiply(x, sides)
@@ -108,7 +113,8 @@ class RotatedLinear(nn.Module):
             return y
         return _rotate_outputs(y, after, self.output_rows)
 
-    def _shape(self) -> LinearShape:
+    def shape(self) -> LinearShape:
+        """Return the sizes of the weight and of its rotations."""
         outputs, inputs = self.weight.shape
         before, after = (0 if r is None else r.matrix.shape[-1] for r in (self.input_rotation, self.output_rotation))
         rows = self.output_rows
@@ -142,6 +148,8 @@ class RotatedLinear(nn.Module):
     def refresh(self) -> None:
         """Forget the cached clip ratios."""
         self.weight_quantizer.refresh()
+        if self.divided is not None:
+            self.divided.own.refresh()
 
     def keep_quantized_weight(self, reuse: bool) -> None:
         """Use the next forward's quantized weight again in those after it, or (False) forget it."""

@@ -14,17 +14,18 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from rotexp.config import Config, OnNonfinite
+from rotexp.config import Config, OnNonfinite, Trainable
 from rotexp.data.blocks import BlockDataset, BlockSampler, TokenBlocks
 from rotexp.metrics.profiler import StepProfiler, part
 from rotexp.metrics.rotations import rotation_metrics
+from rotexp.rotation.divided import dividing
 from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.communication import Communication
 from rotexp.signals import Interrupted, StopRequest
 from rotexp.sync.guard import GuardCounts, UnshardGuard
 from rotexp.targets import build
 from rotexp.training.coordinator import Coordinator, Norms
-from rotexp.training.objectives import Teacher
+from rotexp.training.objectives import Objective, Teacher
 from rotexp.training.state import TrainingState
 
 LOGGER = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ def train(
     objective = build(config.objective)
     meter = _Meter(state, config, coordinator, guard)
     before, began = result.seconds, time.perf_counter()
-    with model.mode.set(rotate=True, quantize=True), stop.deferred():
+    divided = dividing(model, config.sharding, frozen=_may_divide(config, objective))
+    with model.mode.set(rotate=True, quantize=True), stop.deferred(), divided as division:
         share = torch.zeros((), device=accelerator.device)
         for token_ids in meter.timed(_loader(blocks, config, accelerator, communication.world_size, state.step)):
             with accelerator.accumulate():
@@ -80,6 +82,7 @@ def train(
                 state.accumulate()
                 continue
             with part("consolidate"):
+                division.collect()
                 numbers = torch.stack([share, torch.full_like(share, float(stop.signal is not None))])
                 mean_loss, stopping = coordinator.consolidate(numbers).tolist()
             with communication.equal_threads():
@@ -98,6 +101,7 @@ def train(
             if profiler is not None:
                 profiler.step()
             if stopping or _save_is_due(state.step, config):
+                division.publish_clip_ratios()
                 save()
             if stopping:
                 raise Interrupted(stop.signal or signal.SIGTERM)
@@ -107,6 +111,12 @@ def train(
     result.seconds = before + time.perf_counter() - began
     if stop.signal is not None:  # it came after the last step, which is saved
         raise Interrupted(stop.signal)
+
+
+def _may_divide(config: Config, objective: Objective) -> bool:
+    """Return whether weights may be quantized before they are gathered: frozen, and not still those of the teacher."""
+    gathered_anew = config.sharding.strategy.reshards_after_forward or not objective.distills
+    return config.train.params is Trainable.rotations and gathered_anew
 
 
 def _advance(state: TrainingState, coordinator: Coordinator, config: Config, *, loss: float, norms: Norms) -> None:

@@ -1,0 +1,142 @@
+"""Divides the rotating and quantizing of sharded weights by the ranks, where that costs less than repeating it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rotexp.config import ShardingConfig
+from rotexp.quant.fake import FakeQuantizer
+from rotexp.rotation.bank import RotationBank
+from rotexp.rotation.division_cost import ShardedShape, multiply_adds_per_byte
+from rotexp.rotation.gathered import DividedWeight
+from rotexp.rotation.linear import RotatedLinear
+from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.own_rows import OwnRows
+from rotexp.sharding.shards import reshard
+from rotexp.sync.guard import param_groups
+
+
+class Division:
+    """The weights of one model that are divided, and the gradients that come from them.
+
+    Attributes:
+        weights: none where nothing is sharded, or where it would cost more.
+    """
+
+    def __init__(self, bank: RotationBank, weights: list[DividedWeight]) -> None:
+        self.weights = weights
+        self._bank = bank
+        self._sums = {
+            rotation.name: torch.zeros_like(rotation.matrix, requires_grad=False)
+            for weight in weights
+            for rotation in weight.learned
+        }
+        for weight in weights:
+            weight.attach(self._sums)
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add what came from own rows to the rotations' gradients; to be called after backward, once a step."""
+        for name, total in self._sums.items():
+            matrix = self._bank[name]
+            matrix.grad = total.clone() if matrix.grad is None else matrix.grad.add_(total)
+            total.zero_()
+        for weight in self.weights:
+            # Optimizers write lists of tensors, whose versions do not count that under a dispatch mode (torch 2.13).
+            weight.own.forget_codes()
+
+    def publish_clip_ratios(self) -> None:
+        """Give the quantizers of whole weights the clip ratios in use (collectives), as a checkpoint needs them."""
+        for weight in self.weights:
+            weight.publish_clip_ratios()
+
+
+@contextmanager
+def dividing(model: RotatedModel, sharding: ShardingConfig, *, frozen: bool = True) -> Iterator[Division]:
+    """Divide the work on those sharded, quantized weights for which it costs less, inside the block.
+
+    Weights are quantized while the model rotates and quantizes, and elsewhere (a teacher's forward) what they are; so
+    the mode may change only where they are gathered anew.
+
+    Args:
+        frozen: whether only rotations are trained; else nothing is divided.
+    """
+    reshard(model.network)
+    groups = param_groups(model.network) if frozen and _can_divide(sharding) else []
+    weights = [weight for group in groups for weight in _divided_weights(group, sharding)]
+    division = Division(model.bank, weights)
+    _settle_dtypes(groups)
+    try:
+        yield division
+    finally:
+        reshard(model.network)
+        for weight in weights:
+            weight.detach()
+        for module in model.rotated_modules:
+            if isinstance(module, RotatedLinear):
+                module.divided = None
+        _settle_dtypes(groups)
+
+
+def _can_divide(sharding: ShardingConfig) -> bool:
+    """Return whether FSDP2 keeps shards where it can ask them what to gather."""
+    return not sharding.cpu_offload and sharding.reshard_after_forward is None
+
+
+def _divided_weights(group: Any, sharding: ShardingConfig) -> Iterator[DividedWeight]:
+    """Yield those weights of one of FSDP2's groups that it pays to divide."""
+    for parameter in group.fsdp_params:
+        linear = parameter._module_info.module
+        if not isinstance(linear, RotatedLinear) or parameter._module_info.param_name != "weight":
+            continue
+        own = _own_rows(linear, parameter)
+        if own is not None and _sharded_shape(linear, own, parameter, sharding).is_cheaper_divided:
+            weight = DividedWeight(parameter, own, quantizer=linear.weight_quantizer, mode=linear.mode)
+            linear.divided = weight
+            yield weight
+
+
+def _own_rows(linear: RotatedLinear, parameter: Any) -> OwnRows | None:
+    """Return what rotates the rows of this rank, or None where they are no fair share, or nothing is quantized."""
+    weight, spec = parameter.sharded_param, linear.weight_quantizer.spec
+    ranks = weight.device_mesh.size(-1)
+    outputs, inputs = weight.shape
+    after = linear.output_rotation
+    within = after is None or (linear.output_rows is None and (outputs // ranks) % after.matrix.shape[-1] == 0)
+    if not spec.enabled or ranks == 1 or outputs % ranks or not (within or inputs % ranks == 0):
+        return None
+    mesh = weight.device_mesh
+    return OwnRows(
+        FakeQuantizer(spec),
+        linear.input_rotation,
+        after,
+        linear.output_rows,
+        mesh.get_group(mesh.ndim - 1),
+        within,
+    )
+
+
+def _sharded_shape(linear: RotatedLinear, own: OwnRows, parameter: Any, sharding: ShardingConfig) -> ShardedShape:
+    mesh = parameter.sharded_param.device_mesh
+    held = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+    return ShardedShape(
+        linear.shape(),
+        ranks=own.group.size(),
+        replicas=mesh.size() // own.group.size(),
+        gathers=2 if sharding.strategy.reshards_after_forward else 1,
+        element_bytes=held.itemsize,
+        scales=own.quantizer.spec.num_groups(linear.shape().inputs),
+        exchanged=not own.within,
+        learned=any(r is not None and r.matrix.requires_grad for r in (own.before, own.after)),
+        multiply_adds_per_byte=multiply_adds_per_byte(mesh.device_type),
+    )
+
+
+def _settle_dtypes(groups: list[Any]) -> None:
+    """Let FSDP2 find out in which dtype it reduces the gradients of weights that have them now."""
+    for group in groups:
+        group._init_mp_dtypes()
