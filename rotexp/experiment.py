@@ -100,7 +100,7 @@ class Experiment:
             PhaseError: a phase failed; trackers are closed as failed.
         """
         with self.progress, ExitStack() as on_failure:
-            on_failure.callback(lambda: self.tracker.finish(self.summary, exit_code=1))
+            on_failure.push(self.close_failed)
             on_failure.callback(self.remove_guard)
             with self.phases("load"):
                 model = self.load()
@@ -135,6 +135,11 @@ class Experiment:
         simulated = self.config.sharding.sim_world
         mark = {} if simulated is None else {"sharding/sim_world": float(simulated)}
         self.tracker.log(row | mark, step=self.step)
+
+    def close_failed(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        """Let the trackers say how the run ended."""
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        self.tracker.finish(self.summary | {"status": status, "error": str(error)}, exit_code=1)
 
     def warn(self, text: str) -> None:
         """Tell people of something they may not expect."""

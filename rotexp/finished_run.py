@@ -48,6 +48,8 @@ def read_finished_run(folder: Path) -> FinishedRun:
     summary = _read_summary(folder, where)
     if summary.get("status") != "done":
         raise ValueError(f"{where}: the run is not done (status {summary.get('status')}); name one that is")
+    if summary.get("simulated_world"):
+        raise ValueError(f"{where}: simulated a world and trained nothing whole; name a real run")
     for name in (CONFIG_FILE, ROTATIONS_FILE):
         if not (folder / name).is_file():
             raise ValueError(f"{where}: {name} is missing; restore it, or run the training again")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+LOGGER = logging.getLogger(__name__)
+
+LOCK_FILE = ".lock"
 
 
 def check_free(target: Path, *, key: str) -> None:
@@ -23,6 +29,29 @@ def check_free(target: Path, *, key: str) -> None:
         raise ValueError(f"{key}={target}: is a folder that is not empty; choose another, or empty it")
     if target.exists() and not target.is_dir():
         raise ValueError(f"{key}={target}: is a file; name a folder to make")
+
+
+@contextmanager
+def claimed(folder: Path, *, key: str) -> Iterator[None]:
+    """Hold a folder, which is made if need be, so that no other process works in it meanwhile.
+
+    Where the file system knows no locks, nothing is held.
+
+    Args:
+        key: the configuration's key that named it, for the message.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_FILE).open("w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{key}={folder}: another process works in it; wait, or choose another") from None
+        except OSError as error:
+            LOGGER.warning("%s cannot be locked (%s); start nothing else in it", folder, error.strerror)
+        yield
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from rotexp.tracking.files import revived
 from rotexp.training.checkpoint import load, restore_random_states
 from rotexp.training.state import TrainingState
 
-MEASURED_BY = ("seed", "model", "data", "quant", "rotation", "evaluation")
+MEASURED_BY = ("seed", "model", "data", "quant", "rotation", "evaluation", "sharding")
 """Groups of the configuration on which the figures of the untrained model depend."""
 MAY_DIFFER = ("resume", "launch", "tracker", "sweep", "profile")
 """Groups that do not change what a run computes."""

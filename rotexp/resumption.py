@@ -51,6 +51,18 @@ def find_resumption(config: Config, folder: Path) -> Resumption:
     return Resumption(found.path, notes=(*notes, *found.skipped))
 
 
+def check_model(resumption: Resumption, identity: str) -> None:
+    """Refuse the checkpoint of another model.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if resumption.path is not None:
+        saved = read_facts(resumption.path)["facts"]["base"]["model"]
+        remedy = f"resume with that model, or start in another folder than that of {resumption.path}"
+        require(saved == identity, "model", identity, f"{saved}, as it was", remedy)
+
+
 def _check_unfinished(config: Config, folder: Path) -> None:
     status = read_summary(folder).get("status")
     where = f"hydra.run.dir={folder}: already holds a run (status {status})"

@@ -34,12 +34,12 @@ def validate(config: Config) -> None:
     Raises:
         ValueError: one line with the key, its value, what is allowed and what to do.
     """
-    simulated = config.sharding.sim_world is not None
+    trains = config.train.steps > 0 and (config.rotation.learned or config.train.params is not Trainable.rotations)
     require(
-        not simulated or config.resume in ("auto", "never"),
+        config.resume in ("auto", "never") or (trains and config.sharding.sim_world is None),
         "resume",
         config.resume,
-        "auto or never in a simulated world, which is no training",
+        "auto or never where nothing is trained, or the world is simulated",
         "leave it out",
     )
     require(bool(config.resume), "resume", config.resume, "auto, never or a folder", "leave it out")
@@ -278,6 +278,8 @@ def _validate_launch(config: Config) -> None:
         require(value is None or value >= 1, f"launch.{name}", value, "at least 1 or null", "null decides by itself")
     require(launch.nnodes >= 1, "launch.nnodes", launch.nnodes, "at least 1", "1 is this machine alone")
     if launch.nnodes > 1:
+        world = config.sharding.sim_world
+        require(world is None, "sharding.sim_world", world, "null on several nodes", "set launch.nnodes=1")
         require(
             launch.kind is LaunchKind.elastic and bool(launch.rdzv_endpoint),
             "launch.nnodes",

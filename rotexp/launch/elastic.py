@@ -27,13 +27,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rotexp.config import Config
 from rotexp.inputs import Inputs
-from rotexp.launch.outer import adopt
+from rotexp.launch.outer import adopt, is_first
 from rotexp.launch.rank import run_rank
 from rotexp.signals import SAVING, Interrupted
 
 _PR_SET_PDEATHSIG = 1
 
-DONE, FAILED, INTERRUPTED = 0, 1, (130, 143)
+DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, (130, 143)
 """Exit codes of a rank."""
 
 FROM_SLURM = "slurm"
@@ -90,7 +90,7 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
                 return Interrupted(forwarded[0]).exit_code
             if failure.exitcode < 0:  # it could not say so itself
                 sys.stderr.write(f"rotexp: rank {rank}: {failure.message}\n")
-            return failure.exitcode if failure.exitcode in INTERRUPTED else FAILED
+            return failure.exitcode if failure.exitcode in (REFUSED, *INTERRUPTED) else FAILED
         except RendezvousError as error:
             where = f"launch.rdzv_endpoint={config.launch.rdzv_endpoint}"
             remedy = f"start the command on {config.launch.nnodes} nodes that reach it"
@@ -174,7 +174,12 @@ def _run_as_part(run: Callable[..., int], config: Config, inputs: Inputs, folder
     """Run a rank of several nodes' ranks; as in `_run_recorded`, its interpreter is never finalized."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _die_with_parent()
-    code = run(config, inputs, folder, adopt())
+    try:
+        code = run(config, inputs, folder, adopt())
+    except ValueError as error:
+        code = REFUSED
+        if is_first():
+            sys.stderr.write(f"rotexp: {' '.join(str(error).split())}\n")
     sys.stdout.flush()
     sys.stderr.flush()
     if code:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rotexp.compose import resolved_yaml
 from rotexp.config import MINIMUM_WORLD, Config, LaunchKind, SyncMode
-from rotexp.folders import write_atomically
+from rotexp.folders import claimed, write_atomically
 from rotexp.launch.outer import adopt, is_first
-from rotexp.resumption import Resumption, find_resumption
+from rotexp.resumption import Resumption, check_model, find_resumption
 from rotexp.signals import Interrupted, interruptible
 from rotexp.tracking.files import read_summary, write_summary
 from rotexp.validation import validate_world
 
 DONE, FAILED = 0, 1
-
-LOCK_FILE = ".lock"
 
 
 def start(config: Config, folder: Path) -> int:
@@ -37,12 +34,12 @@ def start(config: Config, folder: Path) -> int:
         world_size = int(adopted["WORLD_SIZE"]) if adopted else choose_world_size(config)
         validate_world(config, world_size=world_size)
         check_machine(config)
-        first = adopted is None or adopted["RANK"] == "0"
-        resumption = find_resumption(config, folder) if first else Resumption()
+        resumption = find_resumption(config, folder) if adopted is None else Resumption()
         from rotexp.inputs import open_inputs
         from rotexp.models.load import resolve_model
 
-        inputs = replace(open_inputs(config), resumption=resumption)
+        inputs = open_inputs(config)
+        check_model(resumption, inputs.checkpoint.identity)
         config = replace(config, model=resolve_model(config.model, inputs.checkpoint))
         if adopted is not None:
             return _run_adopted(config, inputs, folder, adopted)
@@ -50,7 +47,7 @@ def start(config: Config, folder: Path) -> int:
             from rotexp.launch.elastic import run_node
 
             return run_node(config, inputs, folder, nproc=world_size // config.launch.nnodes, run=_run_adopted)
-        with claimed(folder):
+        with claimed(folder, key="hydra.run.dir"):
             inputs = replace(inputs, resumption=find_resumption(config, folder))  # as it is now that it is ours
             return _recorded(config, folder, lambda: _run(config, inputs, folder, world_size=world_size))
 
@@ -90,22 +87,6 @@ def check_machine(config: Config) -> None:
             raise ValueError(str(error)) from None
 
 
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Hold a run's folder, which is made if need be, so that no other process runs in it meanwhile.
-
-    Raises:
-        ValueError: another process holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK_FILE).open("w", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"hydra.run.dir={folder}: another process runs in it; wait, or choose another") from None
-        yield
-
-
 def _recorded(config: Config, folder: Path, run: Callable[[], None]) -> int:
     """Run, and leave in the folder how it ended; return the exit code."""
     try:
@@ -143,13 +124,27 @@ def _run_adopted(config: Config, inputs: Any, folder: Path, adopted: dict[str, s
     from rotexp.launch.rank import open_accelerator, run_rank
 
     accelerator = open_accelerator(config)
-    shared, resumption = broadcast_object_list([folder.resolve(), inputs.resumption])
+    with ExitStack() as held:
+        place = _claim(config, inputs, folder, held) if is_first() else (folder, Resumption(), "")
+        shared, resumption, refusal = broadcast_object_list([*place])
+        if refusal:
+            raise ValueError(refusal)
 
-    def run() -> None:
-        run_rank(config, replace(inputs, resumption=resumption), shared, accelerator=accelerator)
+        def run() -> None:
+            run_rank(config, replace(inputs, resumption=resumption), shared, accelerator=accelerator)
 
-    with claimed(shared) if is_first() else nullcontext():
         return _recorded(config, shared, run)
+
+
+def _claim(config: Config, inputs: Any, folder: Path, held: ExitStack) -> tuple[Path, Resumption, str]:
+    """Hold the folder; return it, where the run begins, and why not, which every rank must hear of."""
+    try:
+        held.enter_context(claimed(folder, key="hydra.run.dir"))
+        resumption = find_resumption(config, folder)
+        check_model(resumption, inputs.checkpoint.identity)
+    except ValueError as error:
+        return folder.resolve(), Resumption(), str(error)
+    return folder.resolve(), resumption, ""
 
 
 def _record_end(folder: Path, status: str, message: str) -> None:

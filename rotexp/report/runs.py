@@ -40,7 +40,8 @@ class Run:
     @property
     def status(self) -> str:
         """How it ended, or `running`; `unreadable` where the summary is damaged."""
-        return str(self.summary.get("status", "unreadable"))
+        status = str(self.summary.get("status", "unreadable"))
+        return f"{status}, simulated" if self.summary.get("simulated_world") else status
 
     @property
     def error(self) -> str:

@@ -50,7 +50,7 @@ class Child:
         (configs / f"{job.name}.yaml").write_text(runnable(config, job.folder), encoding="utf-8")
         sys.stdout.flush()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rotexp.train", "--config-dir", str(configs), "--config-name", job.name],
+            [sys.executable, "-m", "rotexp.train", "--config-dir", str(configs), "--config-name", f"{job.name}.yaml"],
             env=os.environ | variables,
             stdin=subprocess.DEVNULL,
             stdout=self._log,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shlex
 import signal
@@ -16,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rotexp.config import SweepConfig
-from rotexp.folders import write_atomically
+from rotexp.folders import claimed, write_atomically
 from rotexp.signals import SAVING, Interrupted
 from rotexp.sweep.child import LOG_FILE, Child
 from rotexp.sweep.devices import VISIBLE, shares, visible_accelerators, with_share_of_threads
@@ -89,7 +88,10 @@ class Sweep:
         """
         assert self.folder is not None
         slots = shares(visible_accelerators(), jobs_at_once=options.jobs_at_once)
-        with claimed(self.folder), tempfile.TemporaryDirectory(prefix="rotexp-sweep-") as configs:
+        with (
+            claimed(self.folder, key="hydra.sweep.dir"),
+            tempfile.TemporaryDirectory(prefix="rotexp-sweep-") as configs,
+        ):
             with noted_signals() as signals:
                 _Round(self, jobs, slots=slots, options=options, configs=Path(configs), signals=signals).run()
             if signals:
@@ -203,19 +205,3 @@ def noted_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Hold a sweep's folder, which is made if need be.
-
-    Raises:
-        ValueError: another sweep holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"hydra.sweep.dir={folder}: another sweep runs in it; wait, or choose another") from None
-        yield

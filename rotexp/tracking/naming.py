@@ -57,7 +57,8 @@ def display_name(plain: Mapping[str, Any], *, folder: str) -> str:
 def tags(plain: Mapping[str, Any]) -> list[str]:
     """Return the tags a user gave and those of the run's options (`sharding:full`), each once."""
     options = [f"{kind}:{option_name(plain, group)}" for kind, group in TAGS.items()]
-    every = [*map(str, plain["tracker"].get("tags", [])), *options]
+    simulated = ["simulated"] if plain["sharding"].get("sim_world") else []
+    every = [*map(str, plain["tracker"].get("tags", [])), *options, *simulated]
     return list(dict.fromkeys(tag[:LONGEST_TAG] for tag in every))
 
 

@@ -79,7 +79,7 @@ def open_trackers(
     if config.tracker.kind is TrackerKind.wandb and config.tracker.mode is not WandbMode.disabled:
         from rotexp.tracking.wandb import WandbMirror, offline_runs
 
-        earlier = offline_runs(folder, config.tracker.mode)
+        earlier = offline_runs(folder)
         seen = -1 if earlier else logged_to
         mirror = WandbMirror(config.tracker, folder, plain_config=plain_config, run_id=run_id, logged_to=seen)
         if earlier:

@@ -165,9 +165,9 @@ def resolve_mode(mode: WandbMode) -> str:
     return "online" if has_key() else "offline"
 
 
-def offline_runs(folder: Path, mode: WandbMode) -> list[Path]:
-    """Return the offline runs in a run's folder that one more would stand beside; none if the next is online."""
-    return sorted((folder / "wandb").glob("offline-run-*")) if resolve_mode(mode) == "offline" else []
+def offline_runs(folder: Path) -> list[Path]:
+    """Return the offline runs in a run's folder."""
+    return sorted((folder / "wandb").glob("offline-run-*"))
 
 
 def has_key() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ from rotexp.checkpoint_folder import aside_of, complete, fault_of, prepare_aside
 from rotexp.folders import flush
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.state_dicts import Form, State, agree, check_state
+from rotexp.signals import Interrupted
 from rotexp.training.planners import LoadPlanner, SavePlanner
 from rotexp.training.random_states import load_random_states, save_random_states
 
@@ -110,8 +112,12 @@ class Checkpoints:
         """Complete what is in flight when the block ends, or raises what all ranks raise alike."""
         try:
             yield
-        except (ArithmeticError, KeyboardInterrupt):
+        except FloatingPointError:
             self.wait()
+            raise
+        except Interrupted as interruption:
+            if interruption.signal is not signal.SIGINT:  # which is taken at once, by every rank elsewhere
+                self.wait()
             raise
         self.wait()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -49,8 +50,10 @@ class Optimizers:
 
     def schedule(self) -> None:
         """Go on to the learning rates of the next step."""
-        for scheduler in self._schedulers:
-            scheduler.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # where a step is skipped
+            for scheduler in self._schedulers:
+                scheduler.step()
 
     def zero_grad(self) -> None:
         """Forget every gradient."""

@@ -217,6 +217,13 @@ class TrainingState:
             for own, quantizer in module.weight_quantizers.items()
         }
 
+    def _ratios_shape(self, name: str, quantizer: FakeQuantizer) -> list[int] | None:
+        """Return the shape of the ratios that the quantizer of a weight searches, None if it searches none."""
+        if not quantizer.spec.clip_search:
+            return None
+        *outputs, width = self.model.network.get_parameter(name).shape
+        return [*outputs, quantizer.spec.num_groups(width)]
+
     def _clip_ratios(self) -> dict[str, Tensor]:
         """Return the ratios that are in use until the next search."""
         named = ((name, quantizer.clip_ratios) for name, quantizer in self._quantizers().items())
@@ -236,6 +243,11 @@ class TrainingState:
                 )
         quantizers = self._quantizers()
         for name, shape in facts["clip_ratios"].items():
+            held = self._ratios_shape(name, quantizers[name]) if name in quantizers else None
+            if shape != held:
+                raise ValueError(
+                    f"the clip ratios of {name} are {shape} there and {held} here; resume with the same quant"
+                )
             quantizers[name].clip_ratios = torch.zeros(shape)
 
     def loaded(self, facts: Mapping[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.strategies import shard
 from rotexp.sync.guard import install
 from rotexp.training.objectives import Teacher
+
+NO_BACKWARD = {Strategy.zero2: Strategy.full, Strategy.hybrid_zero2: Strategy.hybrid}
 
 
 def load_teacher(
@@ -45,7 +49,10 @@ def load_teacher(
 
 
 def frozen_sharding(config: ShardingConfig) -> ShardingConfig:
-    """Return how a frozen model is sharded beside one that is trained so: whole where there is nothing to split."""
+    """Return how a frozen model is sharded beside one that is trained so.
+
+    It is whole where there is nothing to split, and never waits gathered for a backward that does not come.
+    """
     if config.strategy is Strategy.zero2_master:
         return ShardingConfig()
-    return config
+    return replace(config, strategy=NO_BACKWARD.get(config.strategy, config.strategy))
