@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks import facts
 from benchmarks.variants import QUANTIZERS, RANDOM_SIZES
@@ -118,7 +118,7 @@ class MemoryRequest:
 def measure_world(request: MemoryRequest, *, world_size: int) -> list[dict[str, Any]]:
     """Return what every rank of a world found, each a process of its own."""
     with tempfile.TemporaryDirectory() as place:
-        mp.spawn(_be_rank, (request, world_size, Path(place)), nprocs=world_size)  # type: ignore[no-untyped-call]
+        spawn(_be_rank, (request, world_size, Path(place)), nprocs=world_size)  # type: ignore[no-untyped-call]
         return [facts.read_json(_result(Path(place), rank)) for rank in range(world_size)]
 
 

@@ -78,7 +78,11 @@ class Experiment:
         steps = config.train.steps
         self.progress = TrainingProgress(self.console, steps=steps, done=self.step, phases=PHASES)
         self.phases = Phases(
-            device=self.device, communication=self.communication, log=self.log, begin=self.progress.phase
+            device=self.device,
+            communication=self.communication,
+            log=self.log,
+            begin=self.progress.phase,
+            before=self.resumed.phases,
         )
         self.summary: dict[str, Any] = {"status": "running", "error": None}
         self.guard: UnshardGuard | None = None
@@ -111,6 +115,7 @@ class Experiment:
             with self.phases("prepare"):
                 self.prepare(model)
             with self.phases("hadamard"):
+                self.measurements.start(model)
                 if obstacle := self.measurements.hadamard(model):
                     self.console.print(obstacle, soft_wrap=True)
             with self.phases("train"):
@@ -212,6 +217,7 @@ class Experiment:
             tokens_per_step=self.tokens_per_step,
             steps=self.config.train.steps - self.step,
             folder=self.folder,
+            step_seconds=self.resumed.step_seconds,
         )
 
     @property
@@ -297,6 +303,7 @@ class Experiment:
         """Return what a checkpoint of this run holds beside tensors."""
         facts = {
             "state": state.facts(),
+            "phases": self.phases.so_far(),
             "evaluation": self.measurements.rows,
             "config": to_plain(self.config),
             "base": {"model": self.inputs.checkpoint.identity, "digest": self.base},

@@ -57,6 +57,14 @@ class Measurements:
         self._record("float", reference)
         self._record("quantized", quantized)
 
+    def start(self, model: RotatedModel) -> None:
+        """Measure the quantized model under the rotations that training starts from, where those are not Hadamard's."""
+        rotation = self._config.rotation
+        other = rotation.path is not None or rotation.init is not RotationInit.hadamard
+        if other and rotation.learned and self._config.train.steps and len(model.bank) and "start" not in self.rows:
+            with model.mode.set(rotate=True, quantize=True):
+                self._record("start", self._evaluate(model)[0])
+
     def hadamard(self, model: RotatedModel) -> str | None:
         """Measure the quantized model under random Hadamard rotations; return why not, if they do not exist."""
         if "hadamard" in self.rows:

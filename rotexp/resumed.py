@@ -27,6 +27,8 @@ class Resumed:
         step: the step it begins after.
         run_id: the W&B run that goes on, if it is the run's own checkpoint.
         evaluation: figures of the untrained model that need not be measured again.
+        phases: seconds and memory of the run's phases so far.
+        step_seconds: how long a step took.
     """
 
     def __init__(self, resumption: Resumption, config: Config, *, protocol: Mapping[str, Any]) -> None:
@@ -34,6 +36,8 @@ class Resumed:
         self.step = 0
         self.run_id: str | None = None
         self.evaluation: dict[str, Any] = {}
+        self.phases: dict[str, Any] | None = None
+        self.step_seconds: float | None = None
         self._config = to_plain(config)
         if resumption.path is None:
             return
@@ -42,6 +46,8 @@ class Resumed:
         self._world_size: int = saved["world_size"]
         self.step = saved["step"]
         if resumption.own:
+            self.phases = self._saved["phases"]
+            self.step_seconds = self._saved["state"]["seconds"] / max(self.step, 1)
             self.run_id = self._saved["tracker"]["run_id"]
             same = all(self._saved["config"].get(group) == self._config[group] for group in MEASURED_BY)
             if same and self._saved["evaluation"]["protocol"] == protocol:

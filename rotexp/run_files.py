@@ -20,6 +20,9 @@ from rotexp.sharding.communication import Communication
 from rotexp.sharding.state_dicts import full_state
 from rotexp.training.state import TrainingState
 
+AVERAGE_FILE = "weights_average.safetensors"
+"""The averages of the same."""
+
 
 def origin(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what a file of a run says of where it comes from."""
@@ -57,6 +60,9 @@ def save_run_files(
             save_rotations(path, rotations, placements=model.placements, online=model.online, facts=facts)
     if state.names and not state.simulated:
         _save_weights(folder / WEIGHTS_FILE, state, facts=facts, communication=communication)
+        if state.step and state.ema is not None:
+            with state.ema.applied():
+                _save_weights(folder / AVERAGE_FILE, state, facts=facts, communication=communication)
 
 
 def _save_weights(path: Path, state: TrainingState, *, facts: Mapping[str, Any], communication: Communication) -> None:

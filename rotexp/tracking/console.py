@@ -21,6 +21,7 @@ ROWS = {
     "float": "float",
     "quantized": "no rotation",
     "hadamard": "random Hadamard",
+    "start": "before training",
     "average": "trained, averaged",
     "trained": "trained",
 }

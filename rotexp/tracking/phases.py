@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -33,14 +34,21 @@ class Phases:
         communication: Communication,
         log: Callable[[dict[str, float]], None],
         begin: Callable[[str], None] = lambda _name: None,
+        before: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take what is told of each phase: its figures at its end, its name at its beginning."""
+        """Take what is told of each phase: its figures at its end, its name at its beginning.
+
+        Args:
+            before: what `so_far` returned in an earlier session of the same run.
+        """
         self._device = device
         self._communication = communication
         self._log = log
         self._begin = begin
-        self.memory: dict[str, dict[str, float]] = {}
-        self.seconds: dict[str, float] = {}
+        before = before or {"memory": {}, "seconds": {}}
+        self.memory: dict[str, dict[str, float]] = dict(before["memory"])
+        self.seconds: dict[str, float] = dict(before["seconds"])
+        self._now, self._since = "", 0.0
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -52,15 +60,27 @@ class Phases:
         LOGGER.info("phase %s", name)
         self._begin(name)
         reset_peaks(self._device)
-        began = time.perf_counter()
+        self._now, self._since = name, time.perf_counter()
         try:
             yield
         except Exception as error:
             raise PhaseError(name, error) from error
-        self.seconds[name] = time.perf_counter() - began
-        self.memory[name] = self.spread()
+        self.memory, self.seconds = self.so_far().values()
         memory = {f"memory/{name}/{figure}": value for figure, value in self.memory[name].items()}
         self._log({f"time/{name}_s": self.seconds[name], **memory})
+
+    def so_far(self) -> dict[str, dict[str, Any]]:
+        """Return `memory` and `seconds` of all phases, with what the present one has come to (a collective).
+
+        Sessions of one run add up their seconds; of their peaks the highest counts, and the lowest of the lowest.
+        """
+        name, spread = self._now, self.spread()
+        known = self.memory.get(name, spread)
+        peaks = {
+            key: (max if key.endswith("_max") else min)(value, known.get(key, value)) for key, value in spread.items()
+        }
+        seconds = self.seconds.get(name, 0.0) + time.perf_counter() - self._since
+        return {"memory": self.memory | {name: peaks}, "seconds": self.seconds | {name: seconds}}
 
     def spread(self) -> dict[str, float]:
         """Return the peaks since the present phase began, `_max` and `_min` over ranks (a collective)."""

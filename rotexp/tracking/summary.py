@@ -20,14 +20,14 @@ def versions() -> dict[str, str]:
 def train_summary(result: TrainResult, evaluation: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
     """Return what training did; losses in nats, the best step counted from 1.
 
-    `improved` compares held-out perplexity with that of random Hadamard rotations; null where nothing was trained or
-    there is none to compare.
+    `improved` compares held-out perplexity with that before training: under the rotations of the start, random Hadamard
+    ones as a rule, or under none. It is null where nothing was trained.
     """
     losses = result.losses
-    hadamard = evaluation.get("hadamard")
+    before = next((evaluation[row] for row in ("start", "hadamard", "quantized") if row in evaluation), None)
     improved = None
-    if losses and hadamard is not None:
-        improved = evaluation["trained"]["perplexity"] < hadamard["perplexity"]
+    if losses and before is not None:
+        improved = evaluation["trained"]["perplexity"] < before["perplexity"]
     return {
         "steps": len(losses),
         "loss_start": losses[0] if losses else None,
