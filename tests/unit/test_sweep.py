@@ -46,7 +46,7 @@ PROGRAM = """
     from pathlib import Path
     import yaml
 
-    module, configs, name = sys.argv[2], sys.argv[4], sys.argv[6]
+    module, configs, name = sys.argv[2], sys.argv[4], sys.argv[6].removesuffix(".yaml")
     assert (sys.argv[1], module) == ("-m", "rotexp.train")
     config = yaml.safe_load((Path(configs) / f"{{name}}.yaml").read_text())
     folder = Path(config["hydra"]["run"]["dir"])
