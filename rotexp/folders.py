@@ -48,7 +48,7 @@ def claimed(folder: Path, *, key: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{key}={folder}: another process works in it; wait, or choose another") from None
+            raise ValueError(f"{key}={folder}: another process runs in it; wait, or choose another") from None
         except OSError as error:
             LOGGER.warning("%s cannot be locked (%s); start nothing else in it", folder, error.strerror)
         yield

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from rotexp.folders import claimed
+
 GONE_SECONDS = 30
 START_SECONDS = 180
 NANO = [
@@ -148,18 +150,33 @@ def test_launches_of_the_same_second_get_folders_of_their_own(tmp_path: Path) ->
     assert all(json.loads(path.read_text())["world_size"] == 2 for path in summaries)
 
 
-def test_torchruns_ranks_are_adopted_and_share_a_folder(tmp_path: Path) -> None:
-    torchrun = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "rotexp.train",
-    )
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node=2",
+    "-m",
+    "rotexp.train",
+)
+
+
+def test_a_second_launch_by_torchrun_is_refused_and_leaves_a_live_run_alone(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = start("train.steps=2", "sharding=full", folder=folder, command=torchrun, place=tmp_path)
+    with claimed(folder, key="hydra.run.dir"):
+        (folder / "summary.json").write_text('{"status": "running", "error": null}')
+        run = start("train.steps=2", "sharding=full", folder=folder, command=TORCHRUN, place=tmp_path)
+        _, errors = run.communicate(timeout=START_SECONDS)
+        assert run.returncode != 0
+        assert errors.count("rotexp: ") == 1
+        assert f"rotexp: hydra.run.dir={folder}: another process runs in it" in errors
+        assert summary_of(folder) == {"status": "running", "error": None}
+        assert {path.name for path in folder.iterdir()} == {"summary.json", ".lock"}
+
+
+def test_torchruns_ranks_are_adopted_and_share_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start("train.steps=2", "sharding=full", folder=folder, command=TORCHRUN, place=tmp_path)
     output, errors = run.communicate(timeout=START_SECONDS)
     assert run.returncode == 0, errors
     assert summary_of(folder)["status"] == "done"

@@ -65,6 +65,9 @@ def test_jobs_that_left_no_run_are_not_lost(tmp_path: Path) -> None:
     ]
     assert report.settings[3] == "sharding=zero3"
     assert [run.command == "" for run in report.runs] == [False, False, True, True]
+    moved = [{"name": "sharding full", "axes": {}, "folder": str(tmp_path / "sharding_full"), "status": "done"}]
+    (tmp_path / "jobs.json").write_text(json.dumps(moved))
+    assert "sharding full" not in [run.name for run in collect([tmp_path], command="").runs]
     (tmp_path / "jobs.json").write_text("[{")
     (note,) = collect([tmp_path], command="").notes
     assert note.startswith(f"{tmp_path.name}: jobs.json cannot be read (")

@@ -31,13 +31,14 @@ from rotexp.config import (
     RotationConfig,
     SweepConfig,
 )
+from rotexp.folders import claimed
 from rotexp.quant.spec import QuantSpec
 from rotexp.signals import Interrupted
 from rotexp.sweep import child
 from rotexp.sweep.names import job_name
 from rotexp.sweep.outcome import Job, Outcome, Status, finished_before
 from rotexp.sweep.scheduled import ask_for_requeue
-from rotexp.sweep.sweep import JOBS_FILE, Sweep, claimed
+from rotexp.sweep.sweep import JOBS_FILE, Sweep
 from rotexp.tracking.files import write_summary
 
 PROGRAM = """
@@ -275,8 +276,8 @@ def test_what_a_run_resolved_of_its_model_is_no_difference(tmp_path: Path) -> No
 def test_a_second_sweep_in_the_same_folder_is_refused(program: Callable[[str], None], tmp_path: Path) -> None:
     program("pass")
     with (
-        claimed(tmp_path / "sweep"),
-        pytest.raises(ValueError, match=r"hydra\.sweep\.dir=.*: another sweep runs in it"),
+        claimed(tmp_path / "sweep", key="hydra.sweep.dir"),
+        pytest.raises(ValueError, match=r"hydra\.sweep\.dir=.*: another process runs in it"),
     ):
         run(tmp_path / "sweep", [0])
     assert run(tmp_path / "sweep", [0]).exit_code == 0
