@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +19,7 @@ from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.own_rows import OwnRows
+from rotexp.sharding.communication import ALL_GATHER
 
 
 class DividedWeight:
@@ -76,7 +76,7 @@ class DividedWeight:
         own = self.own.quantizer.clip_ratios
         if own is not None:
             ratios = own.new_empty(own.shape[0] * self.own.group.size(), *own.shape[1:])
-            dist.all_gather_into_tensor(ratios, own.contiguous(), group=self.own.group)
+            ALL_GATHER(ratios, own.contiguous(), group=self.own.group)
             self.quantizer.clip_ratios = ratios
 
     @torch.no_grad()

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 # torch 2.13 renamed both and warns of the old names, which are all that earlier versions know.
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Communication:
@@ -50,7 +50,7 @@ class Communication:
         if self.world_size == 1:
             return piece.copy_(whole)
         self._count(whole)
-        _REDUCE_SCATTER(piece, whole)
+        REDUCE_SCATTER(piece, whole)
         return piece
 
     def all_gather(self, whole: Tensor, piece: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Communication:
         if self.world_size == 1:
             return whole.copy_(piece)
         self._count(piece)
-        _ALL_GATHER(whole, piece)
+        ALL_GATHER(whole, piece)
         return whole
 
     @contextmanager
