@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rotexp.data.blocks import cut
 from rotexp.evaluate import main
 
+pytestmark = pytest.mark.slow
+
 RUNS = {
     "rotations": ["quant.weights.bits=2"],
     "scales": ["train.params=rotations_and_scales", "quant.weights.group_size=8", "quant.weights.bits=3"],

@@ -21,6 +21,8 @@ from rotexp.rebuild import merge_rebuilt, rebuild
 from rotexp.rotation.file import load_rotations, save_rotations
 from rotexp.rotation.hadamard import hadamard
 
+pytestmark = pytest.mark.slow
+
 Refusal = Callable[..., str]
 Train = Callable[..., Run]
 

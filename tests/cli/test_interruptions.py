@@ -17,6 +17,8 @@ import pytest
 
 from rotexp.folders import claimed
 
+pytestmark = pytest.mark.slow
+
 GONE_SECONDS = 30
 START_SECONDS = 180
 NANO = [

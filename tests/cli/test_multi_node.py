@@ -20,6 +20,8 @@ import torch
 from run_train import left_behind
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.slow
+
 START_SECONDS = 200
 GONE_SECONDS = 30
 TRAIN = (sys.executable, "-m", "rotexp.train")

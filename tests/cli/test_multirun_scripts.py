@@ -43,6 +43,7 @@ def test_every_script_is_tested() -> None:
     assert [script.stem for script in SCRIPTS] == sorted(JOBS)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_script_runs_as_it_is(script: Path, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from run_train import Run, run_train
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader, load
 
+pytestmark = pytest.mark.slow
+
 FAULTY = """
 import math, os
 from rotexp.training.objectives import CrossEntropy

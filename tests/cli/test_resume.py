@@ -19,6 +19,8 @@ import torch
 from run_train import Run, left_behind, run_train
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.slow
+
 START_SECONDS = 200
 STEPS = 20
 SLOW = """

@@ -18,6 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 START_SECONDS = 280
 
 needs_submitit = pytest.mark.skipif(

@@ -19,6 +19,8 @@ import pytest
 import torch
 from run_train import Run, left_behind, run_train
 
+pytestmark = pytest.mark.slow
+
 START_SECONDS = 280
 FORBIDDEN = set("= ,{}%#$")
 

@@ -14,6 +14,8 @@ import torch
 from run_train import Run, run_train
 from safetensors import safe_open
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 CHECK_RUN = REPOSITORY.parent / "shared" / "acceptance" / "check_run.py"
 

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 
 from rotexp.data.blocks import cut
 
+pytestmark = pytest.mark.slow
+
 Train = Callable[..., Run]
 
 FIXED = ["data.global_batch_size=4", "train.steps=4", "train.lr_schedule=constant", "tracker=jsonl"]

@@ -13,6 +13,8 @@ from world import run_world
 from rotexp.config import Precision, RotationConfig, Strategy
 from rotexp.quant.spec import QuantSpec
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, INNER, KEYS, HEAD, LAYERS = 48, 56, 24, 12, 2
 BLOCKS = RotationConfig(r1=True, r2=True, r3=None, r4=True, block_size=4, init=ROTATION.init)
 CASES: dict[int, dict[str, Case]] = {

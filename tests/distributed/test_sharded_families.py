@@ -8,6 +8,8 @@ import pytest
 from ranks_families import CHANGES, compare_all
 from world import run_world
 
+pytestmark = pytest.mark.slow
+
 STRATEGIES = {2: ["full"], 4: ["full", "hybrid"]}
 CASES = [
     (size, strategy, name) for size, strategies in STRATEGIES.items() for strategy in strategies for name in CHANGES

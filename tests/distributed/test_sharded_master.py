@@ -12,6 +12,8 @@ import torch
 from ranks_master import NUM_BUCKETS, Net
 from world import run_world
 
+pytestmark = pytest.mark.slow
+
 Arrays = dict[str, np.ndarray]
 BF16 = {"steps": 40, "lr": 3e-4}
 SIZE = sum(parameter.numel() for parameter in Net().parameters())

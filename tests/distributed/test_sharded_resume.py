@@ -12,6 +12,8 @@ from ranks_resume import NUM_BLOCKS, Job, read_checkpoint, run_jobs
 from safetensors.numpy import load_file
 from world import run_world
 
+pytestmark = pytest.mark.slow
+
 EVERYTHING = (
     "train.params=all",
     "train.steps=6",

@@ -10,6 +10,8 @@ from world import run_world
 
 from rotexp.config import Trainable
 
+pytestmark = pytest.mark.slow
+
 WORLD_SIZE = 2
 NAMES = ["mixtral", "qwen2", "gpt_neox"]
 """Experts, a head that was tied, norms that become others; no width or vocabulary is even."""

@@ -10,6 +10,8 @@ import pytest
 import ranks_state as on_ranks
 from world import run_world
 
+pytestmark = pytest.mark.slow
+
 WORLDS = [1, 2, 4]
 
 

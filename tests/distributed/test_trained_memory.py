@@ -10,6 +10,8 @@ from world import run_world
 
 from rotexp.config import Dtype
 
+pytestmark = pytest.mark.slow
+
 COUNT_BYTES, UPDATES_BYTES = 4, 8
 """AdamW's count of steps of each tensor, and the average's count of updates, which the closed forms leave out."""
 

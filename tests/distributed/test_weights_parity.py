@@ -12,6 +12,8 @@ from ranks_resume import Job, run_jobs
 from safetensors.numpy import load_file
 from world import run_world
 
+pytestmark = pytest.mark.slow
+
 PLAIN = (
     "train.params=all",
     "train.steps=3",
