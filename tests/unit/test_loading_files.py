@@ -271,7 +271,7 @@ def multimodal_layouts(kind: str) -> Iterator[tuple[str, Callable[[str], str]]]:
 @pytest.mark.parametrize(
     ("kind", "layout", "rename"),
     [(kind, layout, rename) for kind in NESTED for layout, rename in multimodal_layouts(kind)],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "renamed",
 )
 def test_the_language_model_of_a_multimodal_checkpoint_is_read(
     model_folder: Callable[..., Path], kind: str, layout: str, rename: Callable[[str], str]
