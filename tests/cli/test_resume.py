@@ -217,10 +217,10 @@ def test_a_checkpoint_of_another_model_is_refused_and_left_alone(
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     other = [argument for argument in arguments if not argument.startswith("model.path=")]
     refused = run_train(tmp_path / "run", *other, f"model.path={odd_checkpoint}", f"resume={source}", "tracker=jsonl")
-    assert refused.code == 1
+    assert refused.code == 2
     (line,) = refused.errors.splitlines()
-    assert f"resume={source}: was trained on other weights" in line
-    assert refused.summary["status"] == "failed"
+    assert line.startswith(f"rotexp: model={odd_checkpoint}: must be ")
+    assert not refused.folder.exists()
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
 
 

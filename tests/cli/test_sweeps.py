@@ -32,7 +32,7 @@ class Fate:
 
     def find_spec(self, name, path=None, target=None):
         if name == "rotexp.experiment":
-            exec({fates}.get(sys.orig_argv[-1], ""))
+            exec({fates}.get(sys.orig_argv[-1].removesuffix(".yaml"), ""))
 
 sys.meta_path.insert(0, Fate())
 """

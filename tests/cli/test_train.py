@@ -47,10 +47,13 @@ def done(train: Train) -> Run:
 
 def test_a_run_leaves_the_files_of_the_contract(done: Run) -> None:
     assert {path.name for path in done.folder.iterdir()} == {
+        ".lock",
+        "checkpoints",
         "config.resolved.yaml",
         "metrics.jsonl",
         "rank-0.log",
         "rotations.safetensors",
+        "rotations_best.safetensors",
         "summary.json",
         "wandb",
     }
@@ -102,7 +105,7 @@ def test_a_run_prints_plain_progress_the_table_and_the_folder(done: Run) -> None
     assert "\r" not in done.output
     lines = done.output.splitlines()
     steps = [line for line in lines if line.startswith("step ")]
-    assert [re.sub(r"[\d.,]+", "#", line) for line in steps] == ["step #/#  loss #  # tokens/s  # s left"] * 2
+    assert [re.sub(r"[\d.,]+", "#", line) for line in steps] == ["step #/#  loss #  # tokens/s  # GiB  # s left"] * 2
     assert float(steps[1].split()[3]) == pytest.approx(done.steps[1]["train/loss"], abs=1e-4)
     table = {cells[1].strip(): cells for line in lines if len(cells := line.split("│")) > 4}
     for label, row in {"float": "float", "no rotation": "quantized", "random Hadamard": "hadamard"}.items():
@@ -275,17 +278,19 @@ runpy.run_module("rotexp.train", run_name="__main__", alter_sys=True)
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_full_disk_ends_the_run_with_one_line_that_names_the_phase(ranks: int, train: Train) -> None:
-    """Files may not grow beyond what all but the rotations need, as if the disk were full when they are written."""
+    """Files may not grow beyond what all but rotations need, as if the disk were full at the first checkpoint."""
     launch = [] if ranks == 1 else ["launch=elastic", "launch.nproc=2"]
     ended = train("tracker=jsonl", *launch, program=("-c", FULL_DISK.format(limit=8192)))
     assert ended.code == 1
     assert ended.errors.count("\n") == 1, ended.errors
-    assert "phase save: " in ended.errors
-    assert "File too large" in ended.errors
+    assert "phase train: OSError: the checkpoint " in ended.errors
+    assert "could not be written (" in ended.errors
+    assert "; make room there, " in ended.errors
     assert ended.summary["status"] == "failed"
     assert ended.summary["error"] in ended.errors
     assert len(ended.steps) == 2
-    assert not list(ended.folder.glob("*rotations*")) + list(ended.folder.glob(".*"))
+    assert {path.name for path in ended.folder.iterdir() if path.name.startswith((".", "rotations"))} == {".lock"}
+    assert not list(ended.folder.glob("checkpoints/*"))
     assert "Traceback" in (ended.folder / "rank-0.log").read_text(encoding="utf-8")
 
 
@@ -294,7 +299,7 @@ def test_a_disk_too_full_for_anything_still_ends_with_code_1_and_no_half_file(tr
     assert ended.code == 1
     assert "Traceback" not in ended.errors
     assert "File too large" in ended.errors
-    assert not list(ended.folder.glob(".*"))
+    assert [path.name for path in ended.folder.glob(".*")] == [".lock"]
     for path in ended.folder.glob("*.json"):
         json.loads(path.read_text(encoding="utf-8"))
 
