@@ -208,7 +208,7 @@ def test_a_group_size_that_does_not_divide_is_refused_naming_both(refusal: Refus
 
 
 @pytest.mark.parametrize("status", ["done", "failed", "running"])
-def test_a_folder_that_holds_a_run_is_refused_whatever_became_of_it(
+def test_a_folder_that_holds_a_run_is_refused_if_it_is_done_or_must_not_be_continued(
     status: str,
     small: list[str],
     own_logging: None,
@@ -218,11 +218,13 @@ def test_a_folder_that_holds_a_run_is_refused_whatever_became_of_it(
 ) -> None:
     text = json.dumps({"status": status})
     (tmp_path / "summary.json").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["rotexp.train", *small, f"hydra.run.dir={tmp_path}"])
+    monkeypatch.setattr(sys, "argv", ["rotexp.train", *small, "resume=never", f"hydra.run.dir={tmp_path}"])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
-    expected = f"hydra.run.dir={tmp_path}: already holds a run (status {status}); choose another, or remove it"
+    remedies = {"done": "; choose another, or remove it"}
+    remedy = remedies.get(status, ", and resume=never; choose another, or resume=auto to continue it")
+    expected = f"hydra.run.dir={tmp_path}: already holds a run (status {status}){remedy}"
     assert capsys.readouterr().err == f"rotexp: {expected}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
     assert (tmp_path / "summary.json").read_text(encoding="utf-8") == text

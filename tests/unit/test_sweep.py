@@ -327,7 +327,13 @@ def test_a_signal_lets_running_jobs_save_and_starts_no_more(
     assert interruption.value.exit_code == code
     assert [status for status, _ in statuses(sweep).values()] == ["interrupted", "interrupted", "not started"]
     assert json.loads((folder / "seed-1" / "summary.json").read_text())["saved"] is True
-    assert psutil.Process().children(recursive=True) == []
+    assert children() == []
+
+
+def children() -> list[psutil.Process]:
+    """Return this process's children, but for the one that W&B leaves where another test ran in it."""
+    found = psutil.Process().children(recursive=True)
+    return [child for child in found if child.name() != "wandb-core"]
 
 
 def test_a_second_signal_ends_jobs_that_do_not_listen(program: Callable[[str], None], tmp_path: Path) -> None:
@@ -340,7 +346,7 @@ def test_a_second_signal_ends_jobs_that_do_not_listen(program: Callable[[str], N
         sweep.run(make_jobs(folder, [0]), options=SweepConfig())
     sender.join()
     assert statuses(sweep) == {"seed-0": ("interrupted", "killed by SIGKILL")}
-    assert psutil.Process().children(recursive=True) == []
+    assert children() == []
 
 
 def test_processes_that_a_job_leaves_behind_are_ended(program: Callable[[str], None], tmp_path: Path) -> None:
