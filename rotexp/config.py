@@ -528,6 +528,9 @@ COMPONENTS: dict[str, dict[str, Any]] = {
 }
 """The schema of each option of a group whose options have fields of their own."""
 
+RECORDING = ("sweep.", "tracker.", "resume", "launch.threads", "launch.timeout_minutes", "launch.rdzv_")
+"""Beginnings of keys that say how a run is started and recorded, and change nothing of what it computes."""
+
 MINIMUM_WORLD = {
     Strategy.no_shard: 1,
     Strategy.full: 2,

@@ -12,9 +12,8 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rotexp.compose import to_config, writable
 from rotexp.config import COMPONENTS, Config
-from rotexp.tracking.files import SUMMARY_FILE, read_summary
+from rotexp.tracking.files import CONFIG_FILE, SUMMARY_FILE, read_summary
 
-CONFIG_FILE = "config.resolved.yaml"
 ROTATIONS_FILE = "rotations.safetensors"
 WEIGHTS_FILE = "weights.safetensors"
 """What was trained beside rotations, as it was before the merge."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rotexp.checkpoint_folder import read_facts
-from rotexp.compose import to_plain
-from rotexp.config import Config
+from rotexp.compose import differences, to_plain
+from rotexp.config import RECORDING, Config
 from rotexp.resumption import Resumption
 from rotexp.sharding.communication import Communication
 from rotexp.tracking.files import revived
@@ -16,8 +16,8 @@ from rotexp.training.state import TrainingState
 
 MEASURED_BY = ("seed", "model", "data", "quant", "rotation", "evaluation", "sharding")
 """Groups of the configuration on which the figures of the untrained model depend."""
-MAY_DIFFER = ("resume", "launch", "tracker", "sweep", "profile")
-"""Groups that do not change what a run computes."""
+MAY_DIFFER = (*RECORDING, "launch.", "profile")
+"""Beginnings of keys that may differ unsaid."""
 
 
 class Resumed:
@@ -42,7 +42,8 @@ class Resumed:
         if resumption.path is None:
             return
         saved = read_facts(resumption.path)
-        self._saved: dict[str, Any] = revived(saved["facts"])
+        facts = saved["facts"]  # texts of the configuration may read `inf` and mean it
+        self._saved: dict[str, Any] = facts | {key: revived(facts[key]) for key in ("state", "evaluation", "phases")}
         self._world_size: int = saved["world_size"]
         self.step = saved["step"]
         if resumption.own:
@@ -75,7 +76,8 @@ class Resumed:
         load(path, state.tensors(), communication=communication)
         state.loaded(self._saved["state"])
         notes.append(f"resumed from {path} after step {self.step}")
-        if changed := list(_differences(self._saved["config"], self._config)):
+        differing = differences(self._saved["config"], self._config)
+        if changed := [f"{key}={value}" for key, value in differing.items() if not key.startswith(MAY_DIFFER)]:
             notes.append(f"the checkpoint was written with {', '.join(changed)}")
         if not restore_random_states(path, communication=communication):
             notes.append(
@@ -83,14 +85,3 @@ class Resumed:
                 "rotations, averages and the order of the data are"
             )
         return notes
-
-
-def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the values of keys that were others, as key=value."""
-    for key, value in saved.items():
-        if not prefix and key in MAY_DIFFER:
-            continue
-        if isinstance(value, Mapping):
-            yield from _differences(value, now.get(key) or {}, f"{prefix}{key}.")
-        elif value != now.get(key):
-            yield f"{prefix}{key}={value}"

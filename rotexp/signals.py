@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -11,6 +13,8 @@ SAVING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What ends a run in order: schedulers announce a pre-emption by SIGTERM or, as asked to, by one of the others."""
 
 ENDING = (signal.SIGINT, *SAVING)
+
+PR_SET_PDEATHSIG = 1
 
 
 class Interrupted(KeyboardInterrupt):
@@ -51,6 +55,12 @@ class StopRequest:
             yield
         finally:
             self._deferred = False
+
+
+def end_with_parent(number: int) -> None:
+    """Ask Linux to send this process a signal when its parent dies, even by SIGKILL; elsewhere do nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import json
 import logging
 import math
@@ -29,9 +28,7 @@ from rotexp.config import Config
 from rotexp.inputs import Inputs
 from rotexp.launch.outer import adopt, is_first
 from rotexp.launch.rank import run_rank
-from rotexp.signals import SAVING, Interrupted
-
-_PR_SET_PDEATHSIG = 1
+from rotexp.signals import SAVING, Interrupted, end_with_parent
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, (130, 143)
 """Exit codes of a rank."""
@@ -221,6 +218,6 @@ def _die_with_parent() -> None:
     """Ask Linux to kill this rank when its parent dies, even by SIGKILL."""
     if sys.platform == "linux":
         parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)

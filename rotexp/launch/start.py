@@ -16,7 +16,7 @@ from rotexp.folders import claimed, write_atomically
 from rotexp.launch.outer import adopt, is_first
 from rotexp.resumption import Resumption, check_model, find_resumption
 from rotexp.signals import Interrupted, interruptible
-from rotexp.tracking.files import read_summary, write_summary
+from rotexp.tracking.files import CONFIG_FILE, read_summary, write_summary
 from rotexp.validation import validate_world
 
 DONE, FAILED = 0, 1
@@ -91,7 +91,7 @@ def _recorded(config: Config, folder: Path, run: Callable[[], None]) -> int:
     """Run, and leave in the folder how it ended; return the exit code."""
     try:
         if is_first():
-            write_atomically(folder / "config.resolved.yaml", resolved_yaml(config))
+            write_atomically(folder / CONFIG_FILE, resolved_yaml(config))
             write_summary(folder, {"status": "running", "error": None})
         run()
     except Interrupted as interruption:

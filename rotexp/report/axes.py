@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rotexp.config import RECORDING
 from rotexp.report.runs import Run
 
 HEADS = {"sharding": "sharding.strategy", "sync_mode": "sync_mode.mode", "launch": "launch.kind"}
 """The key that says which option of a group was chosen, where it is not `<group>.name`."""
-
-NO_AXES = ("tracker.", "sweep.", "resume", "launch.threads", "launch.timeout_minutes", "launch.rdzv_")
-"""Keys that say how a run was recorded and started, not what it measured."""
 
 SEED = "seed"
 ABSENT = ""
@@ -50,7 +48,7 @@ def find_axes(runs: Sequence[Run]) -> list[Axis]:
     for key in differing_keys(configs):
         group = key.partition(".")[0]
         head = HEADS.get(group, f"{group}.name")
-        if key.startswith(NO_AXES) or key.endswith("._target_"):
+        if key.startswith(RECORDING) or key.endswith("._target_"):
             continue
         if key == head or _differs_within(configs, key, head):
             axes.append(Axis(key, group if key == head else key))

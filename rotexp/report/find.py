@@ -9,10 +9,7 @@ from typing import Any
 
 from rotexp.report.reading import Complain, read_json_list
 from rotexp.report.runs import Run, path_text, read_run
-from rotexp.tracking.files import SUMMARY_FILE
-
-JOBS_FILE = "jobs.json"
-"""What a sweep leaves in its folder: every job and how it ended."""
+from rotexp.tracking.files import JOBS_FILE, SUMMARY_FILE
 
 OWN_FOLDERS = ("checkpoints", "wandb")
 """Folders of a run that hold no other runs."""

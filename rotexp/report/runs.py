@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rotexp.report.reading import dig, number, read_json, read_rows, read_yaml
-from rotexp.tracking.files import METRICS_FILE, SUMMARY_FILE
+from rotexp.tracking.files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 
-CONFIG_FILE = "config.resolved.yaml"
 NO_STATUS = "summary.json says no status"
 
 

@@ -98,26 +98,3 @@ def lay_out(shapes: Mapping[str, torch.Size], *, world: int, bucket_mib: float) 
 def shard_numel(numel: int, *, world: int) -> int:
     """Return how many numbers each rank owns of `numel`, padding included."""
     return -(-numel // world)
-
-
-def static_bytes(numel: int, *, weight_bytes: int, world: int) -> dict[str, int]:
-    """Return the bytes that each rank holds for trained parameters, whatever the batch.
-
-    With P numbers in weights of W bytes over N ranks and s = ceil(P / N): weights W, gradients W (as autograd leaves
-    them, in the weights' dtype), master 4s, Adam's two moments 8s, shard gradient 4s. Whole gradients are freed bucket
-    by bucket while the shard's is filled; one bucket of float32 comes on top for as long as a bucket is moved, and a
-    step of several parts has 4P in host memory.
-
-    Args:
-        numel: P, how many numbers the trained parameters have.
-        weight_bytes: W, of the whole compute weights.
-        world: N, `sim_world` where that is set.
-    """
-    shard = _FP32_BYTES * shard_numel(numel, world=world)
-    return {
-        "weights": weight_bytes,
-        "gradients": weight_bytes,
-        "master": shard,
-        "moments": 2 * shard,
-        "shard_gradient": shard,
-    }

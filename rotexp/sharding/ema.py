@@ -15,6 +15,7 @@ from rotexp.sharding.pieces import Pieces
 from rotexp.sharding.shards import local_rows, reshard
 
 MASTER = "master"
+"""What states call the ZeRO-2 master's shard."""
 NUM_UPDATES = "num_updates"
 
 

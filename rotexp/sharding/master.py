@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rotexp.config import require
-from rotexp.sharding.buckets import Bucket, lay_out, static_bytes
+from rotexp.sharding.buckets import Bucket, lay_out
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.pieces import Pieces
 
@@ -18,7 +18,7 @@ class ZeRO2Master:
 
     The parameters lie end to end in one vector, cut into buckets; rank r owns the r-th piece of every bucket. A step is
     backward (`accumulate` after every part but the last), `reduce`, clip, the optimizer's step on `shard`, `publish`.
-    Every method but `accumulate`, `discard`, `pieces` and `static_bytes` takes all ranks.
+    Every method but `accumulate`, `discard` and `pieces` takes all ranks.
 
     Attributes:
         shard: float32 (shard size,), this rank's pieces one after the other.
@@ -160,12 +160,6 @@ class ZeRO2Master:
                 offsets.append(offset)
                 tensors.append(piece[: self.layout.size - offset])
         return Pieces(self.layout.size, offsets, tensors)
-
-    def static_bytes(self) -> dict[str, int]:
-        """Return what `rotexp.sharding.buckets.static_bytes` gives for these weights."""
-        weights = [self.model.get_parameter(name) for name in self.layout.shapes]
-        weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
-        return static_bytes(self.layout.size, weight_bytes=weight_bytes, world=self.layout.world)
 
     def _take_gradients(self, index: int, bucket: Bucket) -> Tensor:
         """Return a bucket's gradients of all parts until now, summed in float32, and free them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import selectors
@@ -17,13 +16,12 @@ from typing import IO
 
 from rotexp.compose import resolved_yaml
 from rotexp.config import Config
+from rotexp.signals import end_with_parent
 from rotexp.sweep.outcome import Ending, Job
 from rotexp.tracking.files import SUMMARY_FILE
 
 LOG_FILE = "job.log"
 """Where a job's output goes, in its folder, when several run at once."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -56,7 +54,7 @@ class Child:
             stdout=self._log,
             stderr=subprocess.PIPE,
             start_new_session=True,  # a terminal's Ctrl-C comes to the sweep, which passes it on once
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509 (no threads here)
+            preexec_fn=lambda: end_with_parent(signal.SIGTERM),  # noqa: PLW1509 (no threads here); it may then save
         )
         assert self.process.stderr is not None
         os.set_blocking(self.process.stderr.fileno(), False)
@@ -127,8 +125,3 @@ def _kills_for_memory() -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in counters.splitlines() if line.startswith("oom_kill "))
-
-
-def _end_with_parent() -> None:
-    """Ask Linux to end this process, which may then save what it has, when its parent dies, even by SIGKILL."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -10,8 +10,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rotexp.compose import to_plain
-from rotexp.config import Config, ModelConfig, ModelDtype
+from rotexp.compose import differences, to_plain
+from rotexp.config import RECORDING, Config, ModelConfig, ModelDtype
 from rotexp.finished_run import read_finished_run
 from rotexp.tracking.files import read_summary, write_summary
 
@@ -85,9 +85,6 @@ REFUSED = 2
 INTERRUPTED = (130, 143, -signal.SIGINT, -signal.SIGTERM)
 """Exit codes of a process."""
 
-IGNORED = ("sweep.", "tracker.", "resume", "launch.threads", "launch.timeout_minutes", "launch.rdzv_")
-"""Keys that change neither what a run computes nor what it leaves."""
-
 
 def finished_before(job: Job) -> Outcome | None:
     """Return the outcome of a job whose folder holds that very run, done; None if there is something to do.
@@ -99,7 +96,8 @@ def finished_before(job: Job) -> Outcome | None:
         return None
     then = read_finished_run(job.folder).config
     now = replace(job.config, model=_as_resolved(job.config.model, then.model))
-    if changed := _differences(to_plain(then), to_plain(now)):
+    differing = differences(to_plain(then), to_plain(now))
+    if changed := sorted(key for key in differing if not key.startswith(RECORDING)):
         raise ValueError(
             f"hydra.sweep.dir={job.folder.parent}: {job.name} is done with another {', '.join(changed)}; "
             f"choose another folder"
@@ -114,18 +112,6 @@ def _as_resolved(model: ModelConfig, then: ModelConfig) -> ModelConfig:
     commit = model.revision if re.fullmatch("[0-9a-f]{40}", model.revision or "") else then.revision
     dtype = then.dtype if model.dtype is ModelDtype.auto else model.dtype
     return replace(model, path=path, revision=commit, dtype=dtype)
-
-
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the keys whose values differ."""
-    found = []
-    for key in one.keys() | other.keys():
-        name, before, now = f"{prefix}{key}", one.get(key), other.get(key)
-        if isinstance(before, Mapping) and isinstance(now, Mapping):
-            found += _differences(before, now, f"{name}.")
-        elif before != now:
-            found.append(name)
-    return sorted(name for name in found if not name.startswith(IGNORED))
 
 
 def left(job: Job) -> Outcome:

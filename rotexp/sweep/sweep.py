@@ -21,10 +21,7 @@ from rotexp.sweep.child import LOG_FILE, Child
 from rotexp.sweep.devices import VISIBLE, shares, visible_accelerators, with_share_of_threads
 from rotexp.sweep.outcome import Job, Outcome, Status, ended, finished_before, left
 from rotexp.sweep.table import show
-from rotexp.tracking.files import finite
-
-JOBS_FILE = "jobs.json"
-"""Every job of a sweep and how it ended, in the sweep's folder."""
+from rotexp.tracking.files import JOBS_FILE, finite
 
 PATIENCE_SECONDS = 300.0
 """How long interrupted jobs may take to save what they have; a second signal ends the wait."""

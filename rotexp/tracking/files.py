@@ -10,6 +10,9 @@ from typing import Any
 
 from rotexp.folders import write_atomically
 
+CONFIG_FILE = "config.resolved.yaml"
+JOBS_FILE = "jobs.json"
+"""Every job of a sweep and how it ended, in the sweep's folder."""
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 

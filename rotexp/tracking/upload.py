@@ -14,10 +14,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from rotexp.config import TrackerConfig, TrackerKind, WandbMode
-from rotexp.tracking.files import METRICS_FILE, SUMMARY_FILE, read_metrics, read_summary, revived
+from rotexp.tracking.files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics, read_summary, revived
 from rotexp.tracking.wandb import WandbMirror, has_key
-
-CONFIG_FILE = "config.resolved.yaml"
 
 
 def upload(places: Sequence[Path], *, rebuild: bool) -> int:

@@ -17,16 +17,13 @@ from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.model import SCALES, RotatedModel
 from rotexp.rotation.placement import BANK
 from rotexp.sharding.communication import Communication
-from rotexp.sharding.ema import ShardedEMA
+from rotexp.sharding.ema import MASTER, ShardedEMA
 from rotexp.sharding.flat import divided, flattened
 from rotexp.sharding.master import ZeRO2Master
 from rotexp.sharding.pieces import Pieces
 from rotexp.sharding.shards import reshard
 from rotexp.training.coordinator import Divergence
 from rotexp.training.optimizers import Optimizers
-
-MASTER = "master"
-"""What the optimizer's and the average's state call the ZeRO-2 master's shard."""
 
 
 @dataclass

@@ -217,6 +217,7 @@ def test_build_makes_what_the_target_names_from_the_other_fields() -> None:
 
 
 LEARNED_WITHOUT = ["rotation.r1=false", "rotation.r2=false"]
+TWO_NODES = ["launch=elastic", "launch.nnodes=2", "launch.rdzv_endpoint=a:1"]
 RULES = [
     (["seed=-1"], "seed=-1", "0 or more", "choose another"),
     (["model=hf"], "model.path=null", "a hub id or a folder", "set model.path="),
@@ -295,6 +296,20 @@ RULES = [
         "model.dtype=bfloat16",
         "float32 for train.params=all, since small updates vanish",
         "sharding=zero2_master",
+    ),
+    (["resume=/a", "train.steps=0"], "resume=/a", "auto or never where nothing is trained", "leave it out"),
+    (["resume=/a", "rotation=hadamard"], "resume=/a", "auto or never where nothing is trained", "leave it out"),
+    (
+        [
+            "launch=elastic",
+            "launch.nnodes=2",
+            "launch.rdzv_endpoint=a:1",
+            "sharding=zero2_master",
+            "sharding.sim_world=2",
+        ],
+        "sharding.sim_world=2",
+        "null on several nodes",
+        "launch.nnodes=1",
     ),
     (["sharding.sim_world=2"], "sharding=no_shard", "without sim_world", "use another sharding"),
     (["sharding=full", "sharding.bucket_mib=1"], "sharding=full", "without sharding.bucket_mib", "zero2_master"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rotexp.sharding.buckets import Layout, lay_out, static_bytes
+from rotexp.sharding.buckets import Layout, lay_out
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.master import ZeRO2Master
 
@@ -300,31 +300,3 @@ def test_a_world_of_several_ranks_simulates_no_other() -> None:
     with pytest.raises(ValueError, match=r"^sharding\.sim_world=4: must be null in a world of 2 ranks; leave it out"):
         make_master(make_model(), communication=communication, sim_world=4)
     assert not make_master(make_model()).simulated
-
-
-@pytest.mark.parametrize("sim_world", [None, 2, 4, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_static_bytes_are_those_of_the_tensors(sim_world: int | None, dtype: torch.dtype) -> None:
-    def nbytes(*tensors: Tensor) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-    model = make_model(dtype)
-    master = make_master(model, sim_world=sim_world)
-    optimizer = torch.optim.AdamW([master.shard])
-    give_gradients(model, seed=0)
-    found = {
-        "weights": nbytes(*model.parameters()),
-        "gradients": nbytes(*(parameter.grad for parameter in model.parameters())),
-    }
-    master.reduce()
-    optimizer.step()
-    state = optimizer.state[master.shard]
-    found["master"] = nbytes(master.shard)
-    found["moments"] = nbytes(state["exp_avg"], state["exp_avg_sq"])
-    found["shard_gradient"] = nbytes(master.shard.grad)
-    assert master.static_bytes() == found
-
-
-def test_static_bytes_of_eight_billion_parameters_over_eight_ranks() -> None:
-    found = static_bytes(8 * 10**9, weight_bytes=16 * 10**9, world=8)
-    assert list(found.values()) == [16 * 10**9, 16 * 10**9, 4 * 10**9, 8 * 10**9, 4 * 10**9]
