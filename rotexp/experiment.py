@@ -259,10 +259,10 @@ class Experiment:
         if not config.train.steps or not state.trains:
             state.result.divergence = coordinator.divergence()
             return state
-        for note in self.resumed.load(state, base=self.base, communication=self.communication):
-            self.console.print(f"resume: {note}", highlight=False, soft_wrap=True)
         if build(config.objective).distills:
             self.measurements.load_teacher()
+        for note in self.resumed.load(state, base=self.base, communication=self.communication):  # random states last
+            self.console.print(f"resume: {note}", highlight=False, soft_wrap=True)
         checkpoints = Checkpoints(
             self.folder,
             keep=config.train.keep_checkpoints,

@@ -47,6 +47,7 @@ def validate(config: Config) -> None:
         config.sweep.jobs_at_once >= 1, "sweep.jobs_at_once", config.sweep.jobs_at_once, "at least 1", "leave it out"
     )
     require(config.seed >= 0, "seed", config.seed, "0 or more", "choose another")
+    require(config.seed < 2**32, "seed", config.seed, "below 2**32, as NumPy's generator wants it", "choose another")
     _validate_model(config.model)
     _validate_data(config.data)
     _validate_quant(config.quant)

@@ -15,6 +15,7 @@ from accelerate.utils import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    set_seed,
 )
 
 from rotexp.config import Config
@@ -33,7 +34,7 @@ def run_rank(config: Config, inputs: Inputs, folder: Path, *, accelerator: Accel
     accelerator = accelerator or open_accelerator(config)
     rank = accelerator.process_index
     _log_to(folder / f"rank-{rank}.log", quiet=rank > 0)
-    torch.manual_seed(config.seed)
+    set_seed(config.seed)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:

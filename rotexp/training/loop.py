@@ -155,7 +155,11 @@ def _loader(blocks: TokenBlocks, config: Config, accelerator: Accelerator, world
         first_step=first_step,
     )
     micro = micro_batch_size(config, world_size=world_size)
-    loader = DataLoader(BlockDataset(blocks), batch_size=micro * world_size, sampler=sampler, drop_last=True)
+    # Without a generator of its own the loader would draw from torch's stream, once a session and not once a run.
+    own = torch.Generator().manual_seed(config.seed)
+    loader = DataLoader(
+        BlockDataset(blocks), batch_size=micro * world_size, sampler=sampler, drop_last=True, generator=own
+    )
     return accelerator.prepare_data_loader(loader)
 
 

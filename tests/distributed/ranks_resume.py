@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -32,11 +33,12 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Job:
-    """A run: what it is given beside `SMALL`, the checkpoint it starts from, and the fault it meets."""
+    """A run: what it is given beside `SMALL`, the checkpoint it starts from, the fault it meets, whether its loss draws."""
 
     overrides: tuple[str, ...]
     checkpoint: str | None = None
     fault: str = ""
+    draws: bool = False
 
 
 def run_jobs(jobs: dict[str, Job], folder: str) -> dict[str, dict[str, Any]]:
@@ -68,7 +70,8 @@ def _run(job: Job, inputs: Any, folder: Path) -> dict[str, Any]:
         experiment = Experiment(config, inputs, folder, accelerator=accelerator)
         experiment.console = Console(file=StringIO(), width=1000)
         experiment.resumed.load = _gathering(experiment.resumed.load, seen)  # type: ignore[method-assign]
-        with _fault(job.fault, rank=accelerator.process_index):
+        faulty = _fault(job.fault, rank=accelerator.process_index)
+        with faulty, _drawing_loss() if job.draws else nullcontext():
             try:
                 experiment.run()
             except Exception as error:
@@ -144,6 +147,23 @@ def _fault(kind: str, *, rank: int) -> Iterator[None]:
         return loss
 
     with mock.patch.object(CrossEntropy, "__call__", spoiled):
+        yield
+
+
+@contextmanager
+def _drawing_loss() -> Iterator[None]:
+    """Let the loss depend on the next number of torch's, NumPy's and Python's own random stream, as a dropout would."""
+    import torch
+
+    from rotexp.training.objectives import CrossEntropy
+
+    objective = CrossEntropy.__call__
+
+    def drawing(self: Any, model: Any, token_ids: Any, *, teacher: Any) -> Any:
+        drawn = torch.rand(()).item() + np.random.rand() + random.random()  # noqa: NPY002
+        return objective(self, model, token_ids, teacher=teacher) * (1.0 + drawn)
+
+    with mock.patch.object(CrossEntropy, "__call__", drawing):
         yield
 
 

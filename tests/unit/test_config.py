@@ -220,6 +220,7 @@ LEARNED_WITHOUT = ["rotation.r1=false", "rotation.r2=false"]
 TWO_NODES = ["launch=elastic", "launch.nnodes=2", "launch.rdzv_endpoint=a:1"]
 RULES = [
     (["seed=-1"], "seed=-1", "0 or more", "choose another"),
+    (["seed=4294967296"], "seed=4294967296", "below 2**32", "choose another"),
     (["model=hf"], "model.path=null", "a hub id or a folder", "set model.path="),
     (["model=hf", "model.path=''"], "model.path=", "a hub id or a folder", "set model.path="),
     (["model=random_llama", "model.size=9b"], "model.size=9b", "one of nano, 135m, 360m, 1b", "set model.size="),
