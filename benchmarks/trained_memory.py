@@ -66,6 +66,7 @@ KINDS = {
     "moments": ("moments",),
     "shadows": ("shadows",),
     "bank": ("bank", "bank_gradients"),
+    "best": ("best",),
 }
 """The columns of the table, and the kinds that each adds up; the rest is small."""
 
@@ -178,14 +179,15 @@ def measure_rank(checkpoint: Checkpoint, config: Config, *, tokens: int) -> dict
 
 
 def moments(predicted: StaticBytes) -> dict[str, int]:
-    """Return what a rank holds at each moment that `measure_rank` looks at."""
+    """Return what a rank holds, with its host memory, at each moment that `measure_rank` looks at."""
     moved = predicted.gradients if predicted.master else 0
-    return {
+    held = {
         "backward": predicted.total - predicted.shard_gradient,
         "ready": predicted.total - moved,
         "between": predicted.between_steps,
         "gathered": predicted.between_steps + predicted.gathered,
     }
+    return {moment: size + predicted.best for moment, size in held.items()}
 
 
 def _build(checkpoint: Checkpoint, config: Config) -> RotatedModel:

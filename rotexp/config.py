@@ -309,11 +309,20 @@ class EMAConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Held-out figures: non-overlapping windows of `window` tokens (None: every one the text holds)."""
+    """Held-out figures on non-overlapping windows.
+
+    Attributes:
+        window: in tokens.
+        max_windows: None for every one the text holds.
+        micro_batch_size: windows a forward.
+        every: steps between two measurements of what is trained, by whose loss the best is then chosen, before the
+            first step and after the last too (None: none, and the best is chosen by the loss of a step's own batch).
+    """
 
     window: int = 256
     max_windows: int | None = 64
     micro_batch_size: int = 1
+    every: int | None = None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from rotexp.config import Config, Strategy
 from rotexp.inputs import Inputs
 from rotexp.measurements import Measurements
 from rotexp.metrics.profiler import StepProfiler
-from rotexp.metrics.rotations import rotation_metrics, rotation_rows
+from rotexp.metrics.rotations import largest
 from rotexp.metrics.static_memory import StaticBytes, predict
 from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model, checkpoint_layers, summarize_model
@@ -124,7 +124,6 @@ class Experiment:
                 with self.phases("average"):
                     self.measurements.average(model, state.ema)
             with self.phases("save"):
-                rotations = model.bank.snapshot()
                 facts = origin(self.config, self.inputs.checkpoint)
                 save_run_files(self.folder, model, state, facts=facts, communication=self.communication)
             with self.phases("merge"):
@@ -133,7 +132,7 @@ class Experiment:
                 self.measurements.trained(model)
             on_failure.pop_all()
             self.remove_guard()
-        self.finish(state, rotations)
+        self.finish(state)
 
     def log(self, row: dict[str, float]) -> None:
         """Record metrics at the present step."""
@@ -257,7 +256,7 @@ class Experiment:
         state = TrainingState(model, config, communication=self.communication)
         coordinator = Coordinator(model.network, self.communication)
         if not config.train.steps or not state.trains:
-            state.result.divergence = coordinator.divergence()
+            state.conclude(coordinator.divergence())
             return state
         if build(config.objective).distills:
             self.measurements.load_teacher()
@@ -278,7 +277,8 @@ class Experiment:
             self.step = step
             row |= {f"memory/{figure}": value for figure, value in self.phases.spread().items()}
             self.log(row)
-            self.progress.show(step, row)
+            if step:
+                self.progress.show(step, row)
 
         profiler = self.profiler(config.train.steps - state.step)
         with profiler or nullcontext(), checkpoints.completed():
@@ -291,6 +291,7 @@ class Experiment:
                 teacher=self.measurements.teacher,
                 log=log,
                 save=save,
+                held_out_loss=lambda: self.measurements.held_out_loss(model),
                 stop=self.stop,
                 guard=self.guard,
                 profiler=profiler,
@@ -327,10 +328,9 @@ class Experiment:
         merge(model)
         check_merged(before, model, self.proof_tokens, dtype=self.compute_dtype)
 
-    def finish(self, state: TrainingState, rotations: dict[str, Tensor]) -> None:
+    def finish(self, state: TrainingState) -> None:
         """Complete the summary, close the trackers, print what the run found."""
-        drift, result = rotation_metrics(rotations, rotations), state.result
-        divergence = result.divergence
+        result = state.result
         simulated = self.config.sharding.sim_world
         self.summary |= {
             "status": "done",
@@ -343,11 +343,9 @@ class Experiment:
             "static_bytes": self.static.by_kind() if self.static else None,
             "throughput": {"tokens_per_s": self.tokens_per_step * len(result.losses) / max(result.seconds, 1e-9)},
             "time": self.phases.seconds,
-            "replica": {"max_abs_diff": divergence.max_abs_diff},
-            "rotations": rotation_rows(
-                rotations, state.start, divergence=dict.fromkeys(divergence.names, divergence.max_abs_diff)
-            ),
-            "rotation": {key.split("/")[1]: drift[key] for key in drift if "orthogonality" in key},
+            "replica": {"max_abs_diff": result.divergence.max_abs_diff},
+            "rotations": result.rotations,
+            "rotation": largest(result.rotations),
             "sync": self.sync_summary(),
             "versions": versions(),
             "config_digest": config_digest(self.config),

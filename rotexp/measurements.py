@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from rotexp.config import Config, RotationInit
 from rotexp.inputs import Inputs
-from rotexp.metrics.quality import Quality, evaluate
+from rotexp.metrics.quality import Quality, Share, evaluate, next_token_loss
 from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.ema import ShardedEMA
+from rotexp.sharding.shards import reshard
 from rotexp.training.objectives import Teacher
 from rotexp.training.teacher import load_teacher
 
@@ -46,6 +47,13 @@ class Measurements:
         self._device = device
         self._ranks_per_node = ranks_per_node
         self._log = log
+        self._share = Share(
+            config.evaluation.micro_batch_size,
+            device,
+            rank=communication.rank,
+            world_size=communication.world_size,
+            collect=communication.reduce_,
+        )
         self.teacher: Teacher | None = None
 
     def as_it_comes(self, model: RotatedModel) -> None:
@@ -89,6 +97,13 @@ class Measurements:
         with model.mode.set(rotate=True, quantize=True):
             self._record("trained", self._evaluate(model)[0])
 
+    def held_out_loss(self, model: RotatedModel) -> float:
+        """Return the mean next-token loss, in nats, of the model in its present mode on the held-out windows."""
+        with self._reusing(model):
+            loss = next_token_loss(model.logits, self._inputs.evaluation, share=self._share)
+        reshard(model.network)  # a forward without backward leaves the root gathered
+        return loss
+
     def load_teacher(self) -> None:
         """Read the float model once more, if training changes the one that there is."""
         train = self._config.train
@@ -111,18 +126,12 @@ class Measurements:
             with model.mode.set(rotate=False, quantize=False):
                 return model.logits(token_ids)
 
-        whole = self._config.sharding.strategy.keeps_weights_whole
-        with model.reusing_weights() if whole else nullcontext():
-            return evaluate(
-                model.logits,
-                reference,
-                self._inputs.evaluation,
-                batch=self._config.evaluation.micro_batch_size,
-                device=self._device,
-                rank=self._communication.rank,
-                world_size=self._communication.world_size,
-                collect=self._communication.reduce_,
-            )
+        with self._reusing(model):
+            return evaluate(model.logits, reference, self._inputs.evaluation, share=self._share)
+
+    def _reusing(self, model: RotatedModel) -> AbstractContextManager[None]:
+        """Quantize each weight once for all windows, where weights are whole."""
+        return model.reusing_weights() if self._config.sharding.strategy.keeps_weights_whole else nullcontext()
 
     def _record(self, row: str, quality: Quality) -> None:
         """Keep a variant's figures for the summary, and log them."""

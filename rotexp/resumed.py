@@ -39,6 +39,7 @@ class Resumed:
         self.phases: dict[str, Any] | None = None
         self.step_seconds: float | None = None
         self._config = to_plain(config)
+        self._protocol = protocol
         if resumption.path is None:
             return
         saved = read_facts(resumption.path)
@@ -75,6 +76,9 @@ class Resumed:
             raise ValueError(f"resume={path}: {error}") from None
         load(path, state.tensors(), communication=communication)
         state.loaded(self._saved["state"])
+        best = state.result.best
+        if best is not None and best.by.startswith("eval/") and self._saved["evaluation"]["protocol"] != self._protocol:
+            state.result.best = None  # it was chosen on other windows
         notes.append(f"resumed from {path} after step {self.step}")
         differing = differences(self._saved["config"], self._config)
         if changed := [f"{key}={value}" for key, value in differing.items() if not key.startswith(MAY_DIFFER)]:

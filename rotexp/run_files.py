@@ -22,6 +22,8 @@ from rotexp.training.state import TrainingState
 
 AVERAGE_FILE = "weights_average.safetensors"
 """The averages of the same."""
+BEST_FILE = "weights_best.safetensors"
+"""The same as they were best."""
 
 
 def origin(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def save_run_files(
     """
     files = {"rotations": model.bank.snapshot()}
     if state.step and state.rotations:
-        files["rotations_best"] = state.best
+        files["rotations_best"] = state.best.rotations
     if state.step and state.ema is not None:
         averaged = state.ema.rotations()
         files["rotations_average"] = {name.removeprefix(f"{BANK}."): matrix for name, matrix in averaged.items()}
@@ -60,9 +62,20 @@ def save_run_files(
             save_rotations(path, rotations, placements=model.placements, online=model.online, facts=facts)
     if state.names and not state.simulated:
         _save_weights(folder / WEIGHTS_FILE, state, facts=facts, communication=communication)
+        if state.step:
+            _save_best_weights(folder / BEST_FILE, state, facts=facts, communication=communication)
         if state.step and state.ema is not None:
             with state.ema.applied():
                 _save_weights(folder / AVERAGE_FILE, state, facts=facts, communication=communication)
+
+
+def _save_best_weights(
+    path: Path, state: TrainingState, *, facts: Mapping[str, Any], communication: Communication
+) -> None:
+    weights = full_state(state.pieces(state.best.held), communication=communication)
+    if communication.rank == 0:
+        shapes = {name: state.model.network.get_parameter(name).shape for name in weights}
+        _write({name: weight.view(shapes[name]) for name, weight in weights.items()}, path, facts=facts)
 
 
 def _save_weights(path: Path, state: TrainingState, *, facts: Mapping[str, Any], communication: Communication) -> None:
@@ -70,5 +83,9 @@ def _save_weights(path: Path, state: TrainingState, *, facts: Mapping[str, Any],
     if state.master is not None:
         weights |= state.master.full()
     if communication.rank == 0:
-        with replacing(path) as aside:
-            save_file(weights, aside, metadata={key: str(value) for key, value in facts.items()})
+        _write(weights, path, facts=facts)
+
+
+def _write(weights: dict[str, Tensor], path: Path, *, facts: Mapping[str, Any]) -> None:
+    with replacing(path) as aside:
+        save_file(weights, aside, metadata={key: str(value) for key, value in facts.items()})

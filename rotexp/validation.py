@@ -239,6 +239,8 @@ def _validate_evaluation(evaluation: EvaluationConfig) -> None:
     require(windows is None or windows >= 1, "evaluation.max_windows", windows, "at least 1 or null", "enlarge it")
     micro = evaluation.micro_batch_size
     require(micro >= 1, "evaluation.micro_batch_size", micro, "at least 1", "enlarge it")
+    every = evaluation.every
+    require(every is None or every >= 1, "evaluation.every", every, "at least 1 or null", "null measures at the end")
 
 
 def _validate_sharding(sharding: ShardingConfig) -> None:

@@ -67,6 +67,7 @@ METRICS = (
     Metric("eval/<row>/perplexity", "", "exp of the mean next-token loss on held-out windows", "min"),
     Metric("eval/<row>/kl", "nats", "mean KL divergence from the float model's distribution", "min"),
     Metric("eval/<row>/top1_agreement", "", "share of tokens whose most likely token is the float model's", "max"),
+    Metric("eval/loss", "nats", "mean next-token loss on held-out windows, every evaluation.every steps", "min"),
     Metric("eval/invariance", "", "relative logit error of the prepared float model", "max"),
 )
 

@@ -57,33 +57,59 @@ def window_shares(windows: int, *, batch: int, rank: int, world_size: int) -> li
     return mine + [[0]] * (rounds - len(mine))
 
 
-def evaluate(
-    candidate: Forward,
-    reference: Forward,
-    windows: TokenBlocks,
-    *,
-    batch: int,
-    device: torch.device,
-    rank: int = 0,
-    world_size: int = 1,
-    collect: Callable[[Tensor], Tensor] = lambda scores: scores,
-) -> tuple[Quality, Quality]:
-    """Compare a candidate with a reference on held-out windows, split over ranks.
+@dataclass(frozen=True)
+class Share:
+    """How the forwards over held-out windows are shared out to ranks.
 
-    Args:
-        windows: token ids (windows, tokens).
-        collect: sums the (windows, 4) scores over ranks.
+    Attributes:
+        batch: windows a forward.
+        collect: sums the scores (windows, figures) over ranks.
+    """
+
+    batch: int
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    collect: Callable[[Tensor], Tensor] = lambda scores: scores
+
+    @torch.no_grad()
+    def means(self, scores_of: Callable[[Tensor], Tensor], windows: TokenBlocks, *, figures: int) -> list[float]:
+        """Return the mean over all scored tokens of each figure.
+
+        Args:
+            scores_of: maps token ids (batch, tokens) to the sums of each window (batch, figures).
+            windows: token ids (windows, tokens).
+        """
+        scores = torch.zeros(len(windows), figures, dtype=torch.float64, device=self.device)
+        for indices in window_shares(len(windows), batch=self.batch, rank=self.rank, world_size=self.world_size):
+            scored = scores_of(torch.from_numpy(windows[indices]).to(self.device))
+            scores[indices] = scored if indices != [0] or self.rank == 0 else 0.0
+        means: list[float] = (self.collect(scores).sum(0) / (len(windows) * (windows.shape[1] - 1))).tolist()
+        return means
+
+
+def evaluate(candidate: Forward, reference: Forward, windows: TokenBlocks, *, share: Share) -> tuple[Quality, Quality]:
+    """Compare a candidate with a reference on held-out windows, token ids (windows, tokens).
 
     Returns:
         The candidate's figures and the reference's own.
     """
-    scores = torch.zeros(len(windows), 4, dtype=torch.float64, device=device)
-    for indices in window_shares(len(windows), batch=batch, rank=rank, world_size=world_size):
-        token_ids = torch.from_numpy(windows[indices]).to(device)
-        scored = score(candidate(token_ids), reference(token_ids), token_ids)
-        scores[indices] = scored if indices != [0] or rank == 0 else 0.0
-    nll, reference_nll, kl, agreement = (collect(scores).sum(0) / (len(windows) * (windows.shape[1] - 1))).tolist()
+
+    def scores_of(token_ids: Tensor) -> Tensor:
+        return score(candidate(token_ids), reference(token_ids), token_ids)
+
+    nll, reference_nll, kl, agreement = share.means(scores_of, windows, figures=4)
     return Quality(_exp(nll), kl, agreement), Quality(_exp(reference_nll), 0.0, 1.0)
+
+
+def next_token_loss(candidate: Forward, windows: TokenBlocks, *, share: Share) -> float:
+    """Return the candidate's mean negative log-likelihood in nats: the logarithm of the perplexity of `evaluate`."""
+
+    def scores_of(token_ids: Tensor) -> Tensor:
+        log_q = F.log_softmax(candidate(token_ids)[:, :-1].float(), dim=-1)
+        return -log_q.gather(-1, token_ids[:, 1:, None])[..., 0].to(torch.float64).sum(-1, keepdim=True)
+
+    return share.means(scores_of, windows, figures=1)[0]
 
 
 def _exp(nll: float) -> float:

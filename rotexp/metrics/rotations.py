@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,3 +68,9 @@ def rotation_rows(
             }
         )
     return rows
+
+
+def largest(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the largest drift of all rows of `rotation_rows`: max|R Rᵀ − I| and max|Rᵀ R − I|, 0 without rows."""
+    figures = ("orthogonality_rrt_max", "orthogonality_rtr_max")
+    return {figure: max((row[figure] for row in rows), default=0.0) for figure in figures}

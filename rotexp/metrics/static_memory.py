@@ -17,8 +17,8 @@ from rotexp.targets import build
 from rotexp.validation import mesh_sizes
 
 FP32_BYTES = 4
-COPIES = 2
-"""A bank is kept as training starts from it, and as it was best."""
+COPIES = 1
+"""A bank is kept as training starts from it."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,11 @@ class StaticBytes:
         moments: AdamW's two.
         shadows: of the average (`ema.decay`).
         teacher: the second, frozen model, where the objective asks one.
-        bank: rotations, the copies of their start and their best, their optimizer's buffers.
+        bank: rotations, the copy of their start, their optimizer's buffers.
         bank_gradients: of the rotations.
         clip_ratios: searched, until the next search.
         buffers: of the network.
+        best: the copy, in host memory, of the rotations and of what the rank owns of everything trained.
         gathered: whole weights that come on top from the forward to the backward; where a unit is freed after its use
             this is 0, although one unit at a time is whole.
     """
@@ -102,13 +103,14 @@ class StaticBytes:
     bank_gradients: int = 0
     clip_ratios: int = 0
     buffers: int = 0
+    best: int = 0
     gathered: int = 0
 
     @property
     def total(self) -> int:
-        """The most of all kinds at once: gradients are there, and what was gathered is freed."""
+        """The most of all kinds at once, but `best`: gradients are there, and what was gathered is freed."""
         everything: int = sum(asdict(self).values())
-        return everything - self.gathered
+        return everything - self.gathered - self.best
 
     @property
     def between_steps(self) -> int:
@@ -172,6 +174,7 @@ def static_bytes(
         bank_gradients=bank.trained_bytes,
         clip_ratios=clip_ratios,
         buffers=buffers,
+        best=bank.bytes + shard + sum(weight.itemsize * weight.owned(shards, place=place) for weight in alone),
         gathered=sum(shards * weight.room(shards) for weight in split) * gathered_itemsize,
     )
 

@@ -11,9 +11,13 @@ from rotexp.sharding.pieces import Pieces
 from rotexp.sharding.shards import local_rows, row_slice
 
 
-def flattened(tensor: Tensor) -> Pieces:
-    """Return this rank's rows of a sharded tensor, or all of a whole one, sharing their memory."""
-    rows = local_rows(tensor).detach().reshape(-1)
+def flattened(tensor: Tensor, *, rows: Tensor | None = None) -> Pieces:
+    """Return this rank's rows of a sharded tensor, or all of a whole one, sharing their memory.
+
+    Args:
+        rows: others of the same shape in their place, such as a copy.
+    """
+    rows = (local_rows(tensor) if rows is None else rows).detach().reshape(-1)
     width = tensor.numel() // max(1, tensor.shape[0])
     start = row_slice(tensor).start * width
     return Pieces(tensor.numel(), [start] if len(rows) else [], [rows] if len(rows) else [])

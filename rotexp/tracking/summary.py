@@ -18,7 +18,7 @@ def versions() -> dict[str, str]:
 
 
 def train_summary(result: TrainResult, evaluation: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
-    """Return what training did; losses in nats, the best step counted from 1.
+    """Return what training did; losses in nats; for `best_step` and `best_by` see `rotexp.training.best.Choice`.
 
     `improved` compares held-out perplexity with that before training: under the rotations of the start, random Hadamard
     ones as a rule, or under none. It is null where nothing was trained.
@@ -32,7 +32,8 @@ def train_summary(result: TrainResult, evaluation: Mapping[str, Any], *, world_s
         "steps": len(losses),
         "loss_start": losses[0] if losses else None,
         "loss_end": losses[-1] if losses else None,
-        "best_step": result.best_step,
+        "best_step": result.best.step if result.best else None,
+        "best_by": result.best.by if result.best else None,
         "improved": improved,
         "skipped": result.skipped,
         "seconds": result.seconds,

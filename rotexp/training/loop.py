@@ -7,6 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ def train(
     teacher: Teacher | None,
     log: Log,
     save: Callable[[], None],
+    held_out_loss: Callable[[], float],
     stop: StopRequest,
     guard: UnshardGuard | None = None,
     profiler: StepProfiler | None = None,
@@ -57,6 +59,7 @@ def train(
 
     Args:
         save: writes a checkpoint of the state.
+        held_out_loss: measures what is trained, as it is, on windows that are not trained on.
         stop: asks for a checkpoint and the end.
 
     Raises:
@@ -67,9 +70,17 @@ def train(
     coordinator = Coordinator(model.network, communication, master=state.master)
     objective = build(config.objective)
     meter = _Meter(state, config, coordinator, guard)
-    before, began = result.seconds, time.perf_counter()
+
+    def judged() -> dict[str, float]:
+        with meter.paused():
+            loss = held_out_loss()
+            state.judge(loss)
+        return {"eval/loss": loss}
+
     divided = dividing(model, config.sharding, frozen=_may_divide(config, objective))
     with model.mode.set(rotate=True, quantize=True), stop.deferred(), divided as division:
+        if state.step == 0 and config.evaluation.every is not None:
+            log(0, judged())
         share = torch.zeros((), device=accelerator.device)
         for token_ids in meter.timed(_loader(blocks, config, accelerator, communication.world_size, state.step)):
             with accelerator.accumulate():
@@ -92,23 +103,28 @@ def train(
                     rates = state.optimizers.learning_rates()
                     _advance(state, coordinator, config, loss=mean_loss, norms=norms)
             share = torch.zeros_like(share)
-            result.seconds = before + time.perf_counter() - began
+            result.seconds = meter.seconds
             _refresh(model, config, state.step)
+            held_out = judged() if _is_due(state.step, config.evaluation.every, config) else {}
             with part("metrics"):
-                row = meter.row(state.step, loss=mean_loss, norms=norms) | rates
-                if state.step % config.train.log_every == 0 or state.step == config.train.steps:
+                row = meter.row(state.step, loss=mean_loss, norms=norms) | rates | held_out
+                if held_out or _is_due(state.step, config.train.log_every, config):
                     log(state.step, row)
             if profiler is not None:
                 profiler.step()
-            if stopping or _save_is_due(state.step, config):
+            if (
+                stopping
+                or state.step == config.train.steps
+                or _is_due(state.step, config.train.checkpoint_every, config)
+            ):
                 division.publish_clip_ratios()
                 save()
             if stopping:
                 raise Interrupted(stop.signal or signal.SIGTERM)
-        result.divergence = coordinator.divergence()  # before the broadcast, after which it could only be zero
+        state.conclude(coordinator.divergence())  # before projection and broadcast, after which all is well
         state.optimizers.project()
         coordinator.broadcast()
-    result.seconds = before + time.perf_counter() - began
+    result.seconds = meter.seconds
     if stop.signal is not None:  # it came after the last step, which is saved
         raise Interrupted(stop.signal)
 
@@ -141,9 +157,9 @@ def _advance(state: TrainingState, coordinator: Coordinator, config: Config, *, 
     state.skip(loss)
 
 
-def _save_is_due(step: int, config: Config) -> bool:
-    every = config.train.checkpoint_every
-    return step == config.train.steps or (every is not None and step % every == 0)
+def _is_due(step: int, every: int | None, config: Config) -> bool:
+    """Return whether what is done every so many steps, and after the last, is due; None is never."""
+    return every is not None and (step == config.train.steps or step % every == 0)
 
 
 def _loader(blocks: TokenBlocks, config: Config, accelerator: Accelerator, world_size: int, first_step: int) -> Any:
@@ -175,13 +191,29 @@ class _Meter:
         self, state: TrainingState, config: Config, coordinator: Coordinator, guard: UnshardGuard | None
     ) -> None:
         self.guard = guard
-        self.seen = self._guard_totals()
+        self.seen: tuple[float, ...] = self._guard_totals()
         self.state = state
         self.config = config
         self.coordinator = coordinator
         self.data_seconds = 0.0
-        self.step_began = time.perf_counter()
+        self.began = self.step_began = time.perf_counter()
+        self.before = state.result.seconds
         self.sent = self._sent()
+
+    @property
+    def seconds(self) -> float:
+        """What training took, over all sessions."""
+        return self.before + time.perf_counter() - self.began
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep what happens in the block out of the figures of the step and of training."""
+        began, sent, seen = time.perf_counter(), self._sent(), self._guard_totals()
+        yield
+        seconds = time.perf_counter() - began
+        self.began, self.step_began = self.began + seconds, self.step_began + seconds
+        self.sent = _later(self.sent, sent, self._sent())
+        self.seen = _later(self.seen, seen, self._guard_totals())
 
     def timed(self, batches: Any) -> Iterator[Tensor]:
         """Pass batches on, adding up the time that waiting for them takes."""
@@ -226,11 +258,11 @@ class _Meter:
         self.data_seconds, self.step_began = 0.0, time.perf_counter()
         return row
 
-    def _sent(self) -> tuple[int, int]:
+    def _sent(self) -> tuple[float, ...]:
         communication = self.coordinator.communication
         return communication.num_collectives, communication.num_bytes
 
-    def _guard_totals(self) -> tuple[int, int, float]:
+    def _guard_totals(self) -> tuple[float, ...]:
         counts = self.guard.counts if self.guard else GuardCounts()
         return counts.num_unshards, counts.barriers, counts.seconds
 
@@ -238,3 +270,8 @@ class _Meter:
         before, self.seen = self.seen, self._guard_totals()
         unshards, barriers, seconds = (now - then for now, then in zip(self.seen, before, strict=True))
         return {"sync/num_unshards": unshards, "sync/num_barriers": barriers, "time/sync_s": seconds}
+
+
+def _later(mark: tuple[float, ...], before: tuple[float, ...], after: tuple[float, ...]) -> tuple[float, ...]:
+    """Return a mark on running totals, moved by how far these went on."""
+    return tuple(at + now - then for at, then, now in zip(mark, before, after, strict=True))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rotexp.config import Config, Strategy
+from rotexp.metrics.rotations import rotation_rows
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.rotation.experts import RotatedExperts
 from rotexp.rotation.linear import RotatedLinear
@@ -21,7 +22,8 @@ from rotexp.sharding.ema import MASTER, ShardedEMA
 from rotexp.sharding.flat import divided, flattened
 from rotexp.sharding.master import ZeRO2Master
 from rotexp.sharding.pieces import Pieces
-from rotexp.sharding.shards import reshard
+from rotexp.sharding.shards import local_rows, reshard
+from rotexp.training.best import Best, Choice
 from rotexp.training.coordinator import Divergence
 from rotexp.training.optimizers import Optimizers
 
@@ -31,32 +33,30 @@ class TrainResult:
     """What training did.
 
     Attributes:
-        losses: of all steps, in nats; not finite where a step was skipped.
+        losses: of all steps, in nats, those that were skipped too.
         skipped: the steps, counted from 1, that were skipped.
-        seconds: how long they took.
+        best: which state did best; None before the first.
+        seconds: how long the steps took.
         divergence: how far replicas were apart after the last.
+        rotations: figures of every rotation after the last step, before it was projected onto its group.
     """
 
     losses: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
+    best: Choice | None = None
     seconds: float = 0.0
     divergence: Divergence = field(default_factory=Divergence)
-
-    @property
-    def best_step(self) -> int | None:
-        """The step, counted from 1, whose loss is the smallest; it belongs to the rotations before that step."""
-        finite = [index for index, loss in enumerate(self.losses) if math.isfinite(loss)]
-        return 1 + min(finite, key=self.losses.__getitem__) if finite else None
+    rotations: list[dict[str, Any]] = field(default_factory=list)
 
 
 class TrainingState:
-    """Rotations, weights, their optimizers, master and average, the best rotations, and the losses so far.
+    """Rotations, weights, their optimizers, master and average, what was best of them, and the losses so far.
 
     Attributes:
         master: None unless the strategy is `zero2_master`.
         ema: None unless it is asked for.
         start: the rotations training started from.
-        best: the rotations that had the smallest loss.
+        best: what had the smallest loss: the held-out one if `evaluation.every` asks for it, else that of a step.
         names: the trained parameters that are no rotations.
     """
 
@@ -65,7 +65,6 @@ class TrainingState:
         self.model = model
         self.result = TrainResult()
         self.start = model.bank.snapshot()
-        self.best = model.bank.snapshot()
         self.names = model.trained_names if config.train.steps else []
         self.master = self._master(config, communication)
         self.rotations = {name: matrix for name, matrix in model.bank.items() if matrix.requires_grad}
@@ -73,6 +72,8 @@ class TrainingState:
         shard = {MASTER: self.master.shard} if self.master else {}
         self.optimizers = Optimizers(self.rotations, {**shard, **held}, config)
         self.ema = self._ema(config, communication)
+        self._judged = config.evaluation.every is not None
+        self.best = Best(dict(model.bank.items()), self._held())
 
     @property
     def step(self) -> int:
@@ -134,16 +135,32 @@ class TrainingState:
 
     def advance(self, loss: float) -> None:
         """Make the step whose gradients are ready and whose loss was that of the present rotations."""
-        best = self.result.best_step
-        if best is None or loss < self.result.losses[best - 1]:
-            for name, matrix in self.model.bank.items():
-                self.best[name].copy_(matrix.detach())
+        if not self._judged:
+            self._offer(Choice(self.step + 1, loss, "train/loss"))
         self.optimizers.step()
         if self.master is not None:
             self.master.publish()
         if self.ema is not None:
             self.ema.update()
         self._end(loss)
+
+    def judge(self, loss: float) -> None:
+        """Take the held-out loss of what is trained as it is now, and keep that if it is the best so far."""
+        if math.isfinite(loss):
+            self._offer(Choice(self.step, loss, "eval/loss"))
+
+    def conclude(self, divergence: Divergence) -> None:
+        """Keep what replicas and rotations are like when training ends."""
+        self.result.divergence = divergence
+        differing = dict.fromkeys(divergence.names, divergence.max_abs_diff)
+        self.result.rotations = rotation_rows(self.model.bank.snapshot(), self.start, divergence=differing)
+
+    def _offer(self, choice: Choice) -> None:
+        """Keep what is trained as it is now, if it is better than what is kept."""
+        best = self.result.best
+        if best is None or best.by != choice.by or choice.loss < best.loss:
+            self.result.best = choice
+            self.best.replace(dict(self.model.bank.items()), self._held())
 
     def skip(self, loss: float) -> None:
         """Leave everything as it is, and count the step."""
@@ -162,9 +179,9 @@ class TrainingState:
 
         Names and shapes do not depend on sharding and world.
         """
-        held = {name: self.model.network.get_parameter(name) for name in self._outside_master}
         split: dict[str, Mapping[str, Tensor | Pieces]] = {
-            "weights": held | ({MASTER: self.master.shard} if self.master else {}),
+            "weights": self.pieces(self._held()),
+            "best": self.pieces(self.best.held),
             "optimizer": self.optimizers.tensors(),
             "ema": self.ema.state() if self.ema else {},
         }
@@ -177,10 +194,32 @@ class TrainingState:
         whole: dict[str, dict[str, Tensor]] = {
             "rotations": dict(self.model.bank.items()),
             "start": self.start,
-            "best": self.best,
+            "best": self.best.rotations,
             "clip_ratios": self._clip_ratios(),
         }
         return {f"{group}/{name}": matrix for group, named in whole.items() for name, matrix in named.items()} | flat
+
+    def _held(self) -> dict[str, Tensor]:
+        """Return what this rank holds of everything trained that is no rotation: rows by name, the master's shard."""
+        reshard(self.model.network)  # after a forward the root's parameters are whole copies, not the shards
+        rows = {name: local_rows(self.model.network.get_parameter(name)) for name in self._outside_master}
+        return rows if self.master is None else {**rows, MASTER: self.master.shard.detach()}
+
+    def pieces(self, held: Mapping[str, Tensor]) -> dict[str, Pieces]:
+        """Return what a rank holds of everything trained that is no rotation as pieces, by the parameters' names.
+
+        Args:
+            held: the rows of every parameter outside the master, and the master's shard, or copies of them.
+        """
+        pieces = {
+            name: flattened(self.model.network.get_parameter(name), rows=held[name]) for name in self._outside_master
+        }
+        return pieces if self.master is None else pieces | self._cut(self.master.pieces(held[MASTER]))
+
+    def _cut(self, pieces: Pieces) -> dict[str, Pieces]:
+        """Return pieces of the master, or of what goes with it, by the names of its parameters."""
+        assert self.master is not None
+        return divided(pieces, {name: shape.numel() for name, shape in self.master.layout.shapes.items()})
 
     def _flat(self, key: str, tensor: Tensor | Pieces) -> dict[str, Tensor | Pieces]:
         """Return a tensor as pieces, those of the master by the names of its parameters."""
@@ -189,8 +228,7 @@ class TrainingState:
             if isinstance(tensor, Tensor) and tensor.ndim == 0:
                 return {f"{parameter}{slash}{part}": tensor for parameter in self.master.layout.shapes}
             pieces = tensor if isinstance(tensor, Pieces) else self.master.pieces(tensor.detach())
-            sizes = {parameter: shape.numel() for parameter, shape in self.master.layout.shapes.items()}
-            return {f"{parameter}{slash}{part}": cut for parameter, cut in divided(pieces, sizes).items()}
+            return {f"{parameter}{slash}{part}": cut for parameter, cut in self._cut(pieces).items()}
         if isinstance(tensor, Pieces) or tensor.ndim == 0:
             return {key: tensor}
         return {key: flattened(tensor)}
@@ -200,6 +238,7 @@ class TrainingState:
         return {
             "losses": self.result.losses,
             "skipped": self.result.skipped,
+            "best": asdict(self.result.best) if self.result.best else None,
             "seconds": self.result.seconds,
             "optimizers": self.optimizers.facts(),
             "clip_ratios": {name: list(ratios.shape) for name, ratios in self._clip_ratios().items()},
@@ -254,4 +293,5 @@ class TrainingState:
         self.optimizers.load_facts(facts["optimizers"])
         self.result.losses = [float(loss) for loss in facts["losses"]]
         self.result.skipped = list(facts["skipped"])
+        self.result.best = Choice(**facts["best"]) if facts["best"] else None
         self.result.seconds = facts["seconds"]

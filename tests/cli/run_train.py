@@ -6,13 +6,17 @@ import subprocess
 import sys
 import time
 import uuid
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,18 @@ class Run:
         """Held-out perplexity by variant."""
         evaluation = self.summary["evaluation"]
         return {name: row["perplexity"] for name, row in evaluation.items() if name != "protocol"}
+
+
+def saved_tensors(folder: Path, step: int) -> dict[str, Tensor]:
+    """Read a checkpoint of a run, every tensor whole, as torch alone does."""
+    reader = FileSystemReader(folder / "checkpoints" / f"step-{step:08d}")
+    saved = reader.read_metadata().state_dict_metadata
+    forms = {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in forms.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def run_train(

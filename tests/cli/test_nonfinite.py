@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_train import Run, run_train
+from run_train import Run, run_train, saved_tensors
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader, load
 
 pytestmark = pytest.mark.slow
 
@@ -57,13 +56,7 @@ def faulty(small: list[str], tmp_path: Path) -> Faulty:
 
 def rotations_after(folder: Path, step: int) -> dict[str, torch.Tensor]:
     """Read the rotations of a checkpoint."""
-    reader = FileSystemReader(folder / "checkpoints" / f"step-{step:08d}")
-    saved = reader.read_metadata().state_dict_metadata
-    names = [name for name in saved if name.startswith("rotations/")]
-    tensors = {name: torch.empty(saved[name].size) for name in names}
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
+    return {name: tensor for name, tensor in saved_tensors(folder, step).items() if name.startswith("rotations/")}
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_leaves_its_checkpoint(faulty: Faulty) -> None:

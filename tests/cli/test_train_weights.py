@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_train import Run, run_train
+from run_train import Run, run_train, saved_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -136,6 +136,30 @@ def test_a_run_that_made_it_worse_says_so_and_keeps_its_best_rotations(train: Tr
     assert not all(torch.equal(kept[name], matrix) for name, matrix in run.rotations.items())
     for matrix in kept.values():
         torch.testing.assert_close(matrix @ matrix.mT, torch.eye(len(matrix)), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("sharding", ["no_shard", "full", "zero2_master"])
+def test_the_best_by_held_out_loss_is_kept_whole(train: Train, sharding: str) -> None:
+    """Learning rates this large make the model worse from some step on; four blocks are soon learned by heart."""
+    given = ("train.params=all", f"sharding={sharding}", "adamw.lr=1e-2", "train.steps=6", "evaluation.every=1")
+    run = train(*given, "train.checkpoint_every=1", "train.keep_checkpoints=6")
+    held_out = {row["step"]: row["eval/loss"] for row in run.rows if "eval/loss" in row}
+    assert list(held_out) == list(range(7))
+    assert math.exp(held_out[0]) == pytest.approx(run.perplexities["hadamard"], rel=1e-5)
+    assert math.exp(held_out[6]) == pytest.approx(run.perplexities["trained"], rel=1e-3)
+    best = run.summary["train"]["best_step"]
+    assert (best, run.summary["train"]["best_by"]) == (min(held_out, key=held_out.__getitem__), "eval/loss")
+    assert 0 < best < 6
+    saved = saved_tensors(run.folder, best)
+    for kind, file in (("rotations", "rotations_best"), ("weights", "weights_best")):
+        kept = load_file(run.folder / f"{file}.safetensors")
+        expected = {name.partition("/")[2]: tensor for name, tensor in saved.items() if name.startswith(f"{kind}/")}
+        assert kept.keys() == expected.keys()
+        for name, tensor in kept.items():
+            torch.testing.assert_close(tensor.flatten(), expected[name].flatten(), rtol=0, atol=0)
+    last = load_file(run.folder / "weights.safetensors")
+    assert {name: tensor.shape for name, tensor in last.items()} == {n: t.shape for n, t in kept.items()}
+    assert not torch.equal(kept["lm_head.weight"], last["lm_head.weight"])
 
 
 def test_an_export_computes_what_was_trained(train: Train, four_blocks: str, tmp_path: Path) -> None:

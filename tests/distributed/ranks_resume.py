@@ -33,7 +33,7 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Job:
-    """A run: what it is given beside `SMALL`, the checkpoint it starts from, the fault it meets, whether its loss draws."""
+    """A run: what it is given beside `SMALL`, its checkpoint, the fault it meets, whether its loss draws numbers."""
 
     overrides: tuple[str, ...]
     checkpoint: str | None = None
@@ -160,7 +160,7 @@ def _drawing_loss() -> Iterator[None]:
     objective = CrossEntropy.__call__
 
     def drawing(self: Any, model: Any, token_ids: Any, *, teacher: Any) -> Any:
-        drawn = torch.rand(()).item() + np.random.rand() + random.random()  # noqa: NPY002
+        drawn = torch.rand(()).item() + np.random.rand() + random.random()
         return objective(self, model, token_ids, teacher=teacher) * (1.0 + drawn)
 
     with mock.patch.object(CrossEntropy, "__call__", drawing):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rotexp.metrics.quality import Quality, evaluate, score, window_shares
+from rotexp.metrics.quality import Quality, Share, evaluate, next_token_loss, score, window_shares
 
 VOCABULARY, WINDOWS, TOKENS = 13, 7, 6
 CPU = torch.device("cpu")
@@ -59,23 +59,24 @@ def test_scores_equal_a_loop_over_tokens(windows: np.ndarray) -> None:
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 50])
 def test_figures_are_means_over_all_scored_tokens(windows: np.ndarray, batch: int) -> None:
     candidate, reference = bigram(1), bigram(2)
-    found, own = evaluate(candidate, reference, windows, batch=batch, device=CPU)
+    found, own = evaluate(candidate, reference, windows, share=Share(batch, CPU))
     nll, own_nll, kl, agreement = naive_scores(candidate, reference, windows).sum(0) / (WINDOWS * (TOKENS - 1))
     assert found.perplexity == pytest.approx(math.exp(nll), rel=1e-6)
     assert own.perplexity == pytest.approx(math.exp(own_nll), rel=1e-6)
     assert found.kl == pytest.approx(kl, rel=1e-5)
     assert found.top1_agreement == pytest.approx(agreement, rel=1e-12)
     assert 0.0 < found.top1_agreement < 1.0
+    assert next_token_loss(candidate, windows, share=Share(batch, CPU)) == pytest.approx(nll, rel=1e-6)
 
 
 def test_identical_models_agree_exactly(windows: np.ndarray) -> None:
-    found, own = evaluate(bigram(1), bigram(1), windows, batch=2, device=CPU)
+    found, own = evaluate(bigram(1), bigram(1), windows, share=Share(2, CPU))
     assert found == own
     assert (found.kl, found.top1_agreement) == (0.0, 1.0)
 
 
 def test_a_uniform_model_has_the_vocabulary_as_perplexity(windows: np.ndarray) -> None:
-    found, _ = evaluate(bigram(1, spread=0.0), bigram(1), windows, batch=2, device=CPU)
+    found, _ = evaluate(bigram(1, spread=0.0), bigram(1), windows, share=Share(2, CPU))
     assert found.perplexity == pytest.approx(VOCABULARY, rel=1e-6)
 
 
@@ -100,8 +101,8 @@ def test_overflow_is_infinite_and_nan_stays_nan(windows: np.ndarray) -> None:
     def broken(token_ids: Tensor) -> Tensor:
         return torch.full((*token_ids.shape, VOCABULARY), float("nan"))
 
-    assert evaluate(hopeless, bigram(1), windows, batch=2, device=CPU)[0].perplexity == math.inf
-    assert math.isnan(evaluate(broken, bigram(1), windows, batch=2, device=CPU)[0].perplexity)
+    assert evaluate(hopeless, bigram(1), windows, share=Share(2, CPU))[0].perplexity == math.inf
+    assert math.isnan(evaluate(broken, bigram(1), windows, share=Share(2, CPU))[0].perplexity)
 
 
 @pytest.mark.parametrize("windows", [1, 2, 5, 7, 8])
@@ -127,9 +128,8 @@ def split(windows: np.ndarray, *, batch: int, world_size: int) -> Quality:
         return mine
 
     def run(rank: int, collect: Callable[[Tensor], Tensor]) -> Quality:
-        return evaluate(
-            bigram(1), bigram(2), windows, batch=batch, device=CPU, rank=rank, world_size=world_size, collect=collect
-        )[0]
+        share = Share(batch, CPU, rank=rank, world_size=world_size, collect=collect)
+        return evaluate(bigram(1), bigram(2), windows, share=share)[0]
 
     for rank in range(world_size):
         run(rank, keep)
@@ -141,4 +141,4 @@ def split(windows: np.ndarray, *, batch: int, world_size: int) -> Quality:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_together_give_the_figures_of_one(windows: np.ndarray, count: int, batch: int, world_size: int) -> None:
     together = split(windows[:count], batch=batch, world_size=world_size)
-    assert together == evaluate(bigram(1), bigram(2), windows[:count], batch=batch, device=CPU)[0]
+    assert together == evaluate(bigram(1), bigram(2), windows[:count], share=Share(batch, CPU))[0]

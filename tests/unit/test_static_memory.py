@@ -73,14 +73,21 @@ def test_a_teacher_has_what_the_checkpoint_has() -> None:
 
 def test_a_bank_is_kept_with_its_start_and_its_best() -> None:
     found = static_bytes([], bank=Bank(bytes=64, trained_bytes=48, momentum=True), ema=True)
-    assert (found.bank, found.bank_gradients, found.shadows) == (3 * 64 + 48, 48, 48)
-    assert static_bytes([], bank=Bank(bytes=64)).total == 3 * 64
+    assert (found.bank, found.bank_gradients, found.shadows, found.best) == (2 * 64 + 48, 48, 48, 64)
+    assert static_bytes([], bank=Bank(bytes=64)).total == 2 * 64
+
+
+def test_the_best_is_what_a_rank_owns_of_all_that_is_trained() -> None:
+    first, last = (static_bytes([MATRIX, WHOLE], bank=Bank(bytes=8), shards=4, place=place) for place in (0, 3))
+    assert (first.best, last.best) == (8 + 4 * (6 + 7), 8 + 4 * 7)
+    assert static_bytes([dataclasses.replace(MATRIX, trained=False)], bank=Bank()).best == 0
+    assert static_bytes([MATRIX, WHOLE], bank=Bank(), master_world=4).best == 4 * 6
 
 
 def test_gathered_weights_are_outside_the_total_and_gradients_outside_what_stays() -> None:
     found = static_bytes([MATRIX], bank=Bank(bytes=64, trained_bytes=64), shards=2, gathered_itemsize=2)
     assert found.gathered == 2 * 2 * 9
-    assert found.total == sum(dataclasses.astuple(found)) - found.gathered
+    assert found.total == sum(dataclasses.astuple(found)) - found.gathered - found.best
     assert found.between_steps == found.total - 4 * 9 - 64
     assert found.by_kind() == {**dataclasses.asdict(found), "total": found.total}
 
@@ -95,7 +102,7 @@ def test_a_model_without_memory_is_counted_as_it_will_be(strategy: str) -> None:
     assert found.heads == 4 * heads // parts
     owners = 4 if strategy == "zero2_master" else parts
     assert found.moments == 8 * (layers + heads) // owners
-    assert found.bank == 3 * 4 * (48 * 48 + 2 * 12 * 12)
+    assert found.bank == 2 * 4 * (48 * 48 + 2 * 12 * 12)
     assert found.gathered == (4 * (layers + heads) if strategy.endswith("zero2") else 0)
 
 

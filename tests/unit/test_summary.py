@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rotexp.tracking.summary import train_summary
+from rotexp.training.best import Choice
 from rotexp.training.state import TrainResult
 
 
@@ -35,7 +36,8 @@ def test_nothing_trained_is_neither_better_nor_worse() -> None:
     assert improved([], quantized=10.0, hadamard=9.0, trained=9.0) is None
 
 
-def test_hours_are_those_of_all_ranks_and_skipped_steps_are_never_the_best() -> None:
-    result = TrainResult(losses=[3.0, float("nan"), 2.0], skipped=[2], seconds=1800.0)
+def test_hours_are_those_of_all_ranks() -> None:
+    best = Choice(3, 2.0, "train/loss")
+    result = TrainResult(losses=[3.0, float("nan"), 2.0], skipped=[2], best=best, seconds=1800.0)
     summary = train_summary(result, {"quantized": {"perplexity": 2.0}, "trained": {"perplexity": 1.0}}, world_size=4)
     assert (summary["device_hours"], summary["skipped"], summary["best_step"], summary["steps"]) == (2.0, [2], 3, 3)

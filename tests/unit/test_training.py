@@ -57,6 +57,7 @@ def test_clip_ratios_searched_for_other_rotations_are_forgotten(llama: Factory, 
         teacher=model.logits,
         log=lambda _step, _row: None,
         save=lambda: saved.append(state.step),
+        held_out_loss=lambda: 0.0,
         stop=StopRequest(),
     )
     assert saved == [1]
