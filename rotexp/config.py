@@ -269,7 +269,9 @@ class TrainConfig:
         steps: optimizer steps.
         params: what is trained.
         micro_batch_size: in blocks a rank (None: all of its share of the global batch).
-        max_grad_norm: the joint norm to which all gradients are clipped (None: not at all).
+        max_grad_norm: the joint norm to which gradients are clipped (None: not at all): those of everything trained
+            beside rotations, and of rotations where their step depends on the gradient's length, which it does under
+            `optimizer.step_rule=paper` or with momentum.
         on_nonfinite: whether a loss or gradient that is not finite ends the run or its step alone.
         checkpoint_every: steps between two checkpoints (None: after the last step, and when a signal ends the run).
         keep_checkpoints: how many of the newest are kept.

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from rotexp.compose import config_digest, to_plain
-from rotexp.config import Config, Strategy
+from rotexp.config import Config, Strategy, Trainable, TrainConfig
 from rotexp.inputs import Inputs
 from rotexp.measurements import Measurements
 from rotexp.metrics.profiler import StepProfiler
@@ -246,6 +246,17 @@ class Experiment:
         held: torch.dtype = getattr(torch, self.config.model.dtype.name)
         return precision_policy(self.config.sharding).param_dtype or held
 
+    def warn_of_clipping(self) -> None:
+        """Say that a norm to clip to was set which changes nothing."""
+        train, optimizer = self.config.train, self.config.optimizer
+        acts = optimizer.uses_gradient_length or train.params is not Trainable.rotations
+        if not acts and train.max_grad_norm not in (None, TrainConfig.max_grad_norm):
+            self.warn(
+                f"train.max_grad_norm={train.max_grad_norm} changes nothing: a step of "
+                f"optimizer.step_rule={optimizer.step_rule.name} without momentum is as long for any gradient; "
+                "optimizer.lr sets its angle"
+            )
+
     def train(self, model: RotatedModel) -> TrainingState:
         """Train what is to be trained, from the first step or a checkpoint's on."""
         config = self.config
@@ -258,6 +269,7 @@ class Experiment:
         if not config.train.steps or not state.trains:
             state.conclude(coordinator.divergence())
             return state
+        self.warn_of_clipping()
         if build(config.objective).distills:
             self.measurements.load_teacher()
         for note in self.resumed.load(state, base=self.base, communication=self.communication):  # random states last

@@ -54,6 +54,11 @@ class CayleySGDOptions:
         half_tangent = (0.5 * FIXED_POINT_ERROR) ** (1.0 / (self.fixed_point_iterations + 2))
         return 2.0 * math.atan(half_tangent)
 
+    @property
+    def uses_gradient_length(self) -> bool:
+        """Whether a longer gradient makes another step; the angle rule without momentum divides its length away."""
+        return self.step_rule is StepRule.paper or self.momentum > 0.0
+
     def validate(self, key: str) -> None:
         """Refuse values without a meaning.
 

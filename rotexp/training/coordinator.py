@@ -125,8 +125,12 @@ class Coordinator:
         return together, alone
 
     @torch.no_grad()
-    def clip(self, max_norm: float | None) -> Norms:
+    def clip(self, max_norm: float | None, *, with_rotations: bool = True) -> Norms:
         """Scale all gradients by one coefficient, so that their joint Euclidean norm is at most `max_norm`.
+
+        Args:
+            with_rotations: whether the rotations' gradients are part of that norm; where the length of theirs changes
+                no step they would only shorten the others.
 
         Returns:
             The norms before; the same bits on every rank.
@@ -136,8 +140,9 @@ class Coordinator:
         weights = [grad for name, grad in gradients.items() if not name.startswith(self.prefix)]
         weight_part = self._squared_weight_norm(weights) if weights or self.master else None
         total = (rotation_part if weight_part is None else rotation_part + weight_part).sqrt()
-        if max_norm is not None:
-            coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        norm = total if with_rotations else None if weight_part is None else weight_part.sqrt()
+        if max_norm is not None and norm is not None:
+            coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             coefficient = torch.where(total.isfinite(), coefficient, 1.0)  # lest one bad gradient spoil all
             for gradient in (*gradients.values(), *self._master_gradient()):
                 local_rows(gradient).mul_(coefficient)

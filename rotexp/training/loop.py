@@ -98,7 +98,8 @@ def train(
                 mean_loss, stopping = coordinator.consolidate(numbers).tolist()
             with communication.equal_threads():
                 with part("clip"):
-                    norms = coordinator.clip(config.train.max_grad_norm)
+                    length = config.optimizer.uses_gradient_length
+                    norms = coordinator.clip(config.train.max_grad_norm, with_rotations=length)
                 with part("optimizer"):
                     rates = state.optimizers.learning_rates()
                     _advance(state, coordinator, config, loss=mean_loss, norms=norms)
@@ -150,11 +151,20 @@ def _advance(state: TrainingState, coordinator: Coordinator, config: Config, *, 
         where = f"the norm of the gradients is {norms.total.item()}" if math.isfinite(loss) else f"the loss is {loss}"
     fault = f"step {state.step + 1}: {where}"
     if config.train.on_nonfinite is OnNonfinite.stop:
-        raise FloatingPointError(
-            f"{fault}; lower optimizer.lr or train.max_grad_norm, or go on by train.on_nonfinite=skip"
-        )
+        keys = _rates(tensor, config, rotations=coordinator.prefix)
+        raise FloatingPointError(f"{fault}; lower {' or '.join(keys)}, or go on by train.on_nonfinite=skip")
     LOGGER.warning("%s; the step is skipped", fault)
     state.skip(loss)
+
+
+def _rates(tensor: str | None, config: Config, *, rotations: str) -> list[str]:
+    """Return the keys by which the parameter called `tensor` (None: any that is trained) takes smaller steps."""
+    rotates = config.rotation.learned if tensor is None else tensor.startswith(rotations)
+    weighs = config.train.params is not Trainable.rotations if tensor is None else not rotates
+    rates = {"optimizer.lr": rotates, "adamw.lr": weighs}
+    clipped = weighs or (rotates and config.optimizer.uses_gradient_length)
+    rates["train.max_grad_norm"] = clipped and config.train.max_grad_norm is not None
+    return [key for key, acts in rates.items() if acts]
 
 
 def _is_due(step: int, every: int | None, config: Config) -> bool:

@@ -60,12 +60,13 @@ def rotations_after(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_leaves_its_checkpoint(faulty: Faulty) -> None:
-    ended = faulty(kind="loss", rank=0)
+    ended = faulty("train.max_grad_norm=0.5", kind="loss", rank=0)
     assert (ended.code, ended.left_behind) == (1, [])
     (line,) = ended.errors.splitlines()
     assert "phase train: FloatingPointError: step 2: the gradient of" in line
     assert "is not finite (loss nan)" in line
-    assert "train.on_nonfinite=skip" in line
+    assert "; lower optimizer.lr, or go on by train.on_nonfinite=skip" in line
+    assert "warning: train.max_grad_norm=0.5 changes nothing: a step of optimizer.step_rule=angle" in ended.output
     assert ended.summary["status"] == "failed"
     assert [row["step"] for row in ended.steps] == [1]
     assert [path.name for path in ended.folder.glob("checkpoints/step-*")] == ["step-00000001"]
@@ -80,6 +81,8 @@ def test_a_gradient_of_one_rank_is_named_by_all(faulty: Faulty, sharding: str, n
     assert (ended.code, ended.left_behind) == (1, [])
     assert f"step 2: the gradient of {name} is not finite (loss " in ended.summary["error"]
     assert "loss nan" not in ended.summary["error"]
+    rates = "optimizer.lr" if "rotation_bank" in name else "adamw.lr or train.max_grad_norm"
+    assert f"; lower {rates}, or go on by train.on_nonfinite=skip" in ended.summary["error"]
     for rank in range(2):
         log = (ended.folder / f"rank-{rank}.log").read_text()
         assert f"step 2: the gradient of {name} is not finite" in log
