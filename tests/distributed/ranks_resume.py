@@ -25,8 +25,6 @@ SMALL = [
     "evaluation.window=16",
     "launch.threads=1",
     "metrics.rotation_every=1",
-    "optimizer.lr=0.05",
-    "adamw.lr=1e-3",
     "tracker=jsonl",
 ]
 

@@ -1,4 +1,7 @@
-"""The same seed and global batch give the same trajectory under every sharding and world size."""
+"""At default rates: the first step, and any step from one checkpoint, is the same in every world, up to rounding.
+
+Over several steps of their own two worlds part, since a last bit flips a 4-bit rounding now and then.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +47,28 @@ CASES[4] |= {
     "learned_r4, hybrid": ["sharding=hybrid", "rotation=learned_r4"],
 }
 EVERY_CASE = [(world_size, name) for world_size, cases in CASES.items() for name in cases]
+RESUMED = {
+    2: ["no_shard", "full", "zero2", "full, accumulated, checkpointed"],
+    4: ["no_shard", "full", "zero2", "hybrid", "hybrid_zero2", "hybrid, accumulated, checkpointed"],
+}
+"""The cases that also take the third step, from the checkpoint of one process after two."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], list[dict[str, Any]]]:
     """Every case's results, by rank."""
-    found = {}
+    found: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    root = tmp_path_factory.mktemp("parity")
+    halfway = root / "world1" / "one" / "checkpoints" / "step-00000002"
     for world_size, cases in CASES.items():
-        folder = tmp_path_factory.mktemp(f"world{world_size}")
+        folder = root / f"world{world_size}"
+        folder.mkdir()
         nano = {name: ["model=random_llama", *overrides] for name, overrides in cases.items()}
         if world_size == 1:
+            nano["one"] += ["train.checkpoint_every=2"]
             nano["one, r4"] = ["model=random_llama", "rotation=learned_r4"]
+        for name in RESUMED.get(world_size, []):
+            nano[f"{name}, resumed"] = [*nano[name], f"resume={halfway}"]
         ranks = run_world(run_experiments, nano, str(folder), world_size=world_size, folder=folder)
         found |= {(world_size, name): [rank[name] for rank in ranks] for name in nano}
     return found
@@ -63,17 +77,34 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], l
 EXACT = [case for case in EVERY_CASE if "bf16" not in case[1]]
 
 
+def assert_same_step(found: dict[str, Any], expected: dict[str, Any], *, step: int) -> None:
+    """Compare the first step of one run with a step of another."""
+    mine, wanted = found["rows"][0], expected["rows"][step - 1]
+    assert mine["step"] == wanted["step"] == step
+    np.testing.assert_allclose(mine["train/loss"], wanted["train/loss"], rtol=1e-5)
+    np.testing.assert_allclose(mine["grad_norm/total"], wanted["grad_norm/total"], rtol=1e-4)
+    after, matrices = found["stepped"][0], expected["stepped"][step - 1]
+    assert after.keys() == matrices.keys()
+    for rotation, matrix in matrices.items():
+        np.testing.assert_allclose(after[rotation], matrix, atol=1e-5)
+
+
 @pytest.mark.parametrize(("world_size", "name"), EXACT)
-def test_trajectory_equals_one_process(results: Any, world_size: int, name: str) -> None:
+def test_the_first_step_equals_one_process(results: Any, world_size: int, name: str) -> None:
     expected = results[1, "one, r4" if "r4" in name else "one"][0]
     for found in results[world_size, name]:
-        losses, wanted = ([row["train/loss"] for row in run["rows"]] for run in (found, expected))
-        np.testing.assert_allclose(losses, wanted, rtol=1e-5)
-        norms, wanted = ([row["grad_norm/total"] for row in run["rows"]] for run in (found, expected))
-        np.testing.assert_allclose(norms, wanted, rtol=1e-3)
-        assert found["rotations"].keys() == expected["rotations"].keys()
-        for rotation, matrix in expected["rotations"].items():
-            np.testing.assert_allclose(found["rotations"][rotation], matrix, atol=1e-5)
+        assert_same_step(found, expected, step=1)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(world_size, name) for world_size, names in RESUMED.items() for name in names]
+)
+def test_a_step_from_one_checkpoint_equals_one_process(results: Any, world_size: int, name: str) -> None:
+    expected = results[1, "one"][0]
+    for found in results[world_size, f"{name}, resumed"]:
+        assert_same_step(found, expected, step=3)
+        trained, wanted = (run["summary"]["evaluation"]["trained"]["perplexity"] for run in (found, expected))
+        assert trained == pytest.approx(wanted, rel=1e-3)
 
 
 @pytest.mark.parametrize(("world_size", "name"), [case for case in EVERY_CASE if case[0] > 1])
@@ -103,12 +134,13 @@ def test_held_out_figures_equal_one_process(results: Any, world_size: int, name:
     found = results[world_size, name][0]["summary"]["evaluation"]
     for row in ("float", "quantized", "hadamard"):
         assert found[row]["perplexity"] == pytest.approx(expected[row]["perplexity"], rel=1e-6)
-    assert found["trained"]["perplexity"] == pytest.approx(expected["trained"]["perplexity"], rel=1e-3)
 
 
 def test_one_gradient_collective_a_step(results: Any) -> None:
     """A step issues the gradients' all-reduce and the memory's; the last one adds the divergence digest."""
     for (world_size, name), ranks in results.items():
+        if "resumed" in name:
+            continue
         counts = [row["comm/num_collectives"] for row in ranks[0]["rows"]]
         assert counts == ([0, 0, 0] if world_size == 1 else [1, 2, 3]), (world_size, name)
 
