@@ -23,6 +23,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from rotexp.compose import writable
 from rotexp.config import COMPONENTS, Config, EvaluateConfig, ExportConfig
 from rotexp.launch.outer import adopt, is_first
+from rotexp.signals import interruptible
 from rotexp.sweep.planner import register_planning, swept_keys
 from rotexp.sweep.scheduled import ask_for_requeue, optimized_metric
 from rotexp.sweep.sweep import Sweep
@@ -71,7 +72,8 @@ class Command:
 
     def interrupt(self, interruption: KeyboardInterrupt, *, state: str = "nothing was started") -> None:
         """Say that a signal came, and what that left."""
-        sys.stderr.write(f"rotexp: {interruption or 'interrupted'}; {state}\n")
+        if is_first():
+            sys.stderr.write(f"rotexp: {interruption or 'interrupted'}; {state}\n")
         self.codes.append(getattr(interruption, "exit_code", SIGNALLED + signal.SIGINT))
 
 
@@ -97,7 +99,8 @@ def run_command(
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints in its own format and exits with 1
     try:
         register(_check_command_line(known))
-        hydra.main(config_path="pkg://rotexp.conf", config_name=config_name, version_base="1.3")(command)()
+        with interruptible():
+            hydra.main(config_path="pkg://rotexp.conf", config_name=config_name, version_base="1.3")(command)()
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         command.refuse(explain(error, known=known))
     except OSError as error:  # Hydra makes the folder before it calls the job

@@ -390,6 +390,8 @@ class LaunchConfig:
         rdzv_endpoint: HOST:PORT where several nodes meet, on one of them.
         rdzv_id: what the nodes of one run call it.
         threads: of each rank (None: the cores divided by the ranks).
+        grace_seconds: how long a run may take to save and end after SIGTERM, SIGUSR1 or SIGUSR2; then it is killed. A
+            launcher or scheduler outside that kills sooner (torchrun and SLURM by default after 30 s) leaves less.
     """
 
     kind: LaunchKind = LaunchKind.auto
@@ -399,6 +401,7 @@ class LaunchConfig:
     rdzv_id: str = "rotexp"
     threads: int | None = None
     timeout_minutes: float = 30.0
+    grace_seconds: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -539,7 +542,15 @@ COMPONENTS: dict[str, dict[str, Any]] = {
 }
 """The schema of each option of a group whose options have fields of their own."""
 
-RECORDING = ("sweep.", "tracker.", "resume", "launch.threads", "launch.timeout_minutes", "launch.rdzv_")
+RECORDING = (
+    "sweep.",
+    "tracker.",
+    "resume",
+    "launch.threads",
+    "launch.timeout_minutes",
+    "launch.grace_seconds",
+    "launch.rdzv_",
+)
 """Beginnings of keys that say how a run is started and recorded, and change nothing of what it computes."""
 
 MINIMUM_WORLD = {

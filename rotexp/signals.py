@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import select
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Thread
 from types import FrameType
 
 SAVING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -14,15 +18,19 @@ SAVING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 ENDING = (signal.SIGINT, *SAVING)
 
+WATCH_SECONDS = 0.1
+"""How often somebody looks whether what a signal asked for has happened."""
+
 PR_SET_PDEATHSIG = 1
 
 
 class Interrupted(KeyboardInterrupt):
     """A signal ended the run."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, note: str = "") -> None:
+        """Say which signal it was, and what else people should know of that end."""
         self.signal = signal.Signals(number)
-        super().__init__(f"interrupted by {self.signal.name}")
+        super().__init__(f"interrupted by {self.signal.name}{note and '; '}{note}")
 
     @property
     def exit_code(self) -> int:
@@ -31,21 +39,23 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """Raises Interrupted when a signal comes; while `deferred`, remembers it instead, but for SIGINT."""
+    """Raises Interrupted when the first signal comes; while `deferred`, remembers it instead, but for SIGINT."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._deferred = False
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Take a signal, as a handler does.
+        """Take a signal, as a handler does; one that a run was already told by is no news, except SIGINT.
 
         Raises:
             Interrupted: it cannot wait.
         """
+        if self.signal is not None and number != signal.SIGINT:
+            return  # launchers send it to a process and to its group; the first is being obeyed
+        self.signal = signal.Signals(number)
         if not self._deferred or number == signal.SIGINT:
             raise Interrupted(number)
-        self.signal = signal.Signals(number)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -73,3 +83,39 @@ def interruptible(stop: StopRequest | None = None) -> Iterator[StopRequest]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def watched(act: Callable[[Sequence[int], float], None]) -> Iterator[None]:
+    """From the first signal that ends a run to the end of the block, call `act` again and again on another thread.
+
+    It hears of a signal at once, where handlers wait until the main thread leaves compiled code: a long step, or a
+    collective that a peer never joins.
+
+    Args:
+        act: takes the signals that came, in their order, and the seconds since the first.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    Thread(target=_watch, args=(reader, act), daemon=True, name="signals").start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
+def _watch(reader: int, act: Callable[[Sequence[int], float], None]) -> None:
+    came: list[int] = []
+    began = 0.0
+    with open(reader, "rb", buffering=0) as numbers:
+        while True:
+            if select.select([numbers], [], [], WATCH_SECONDS if came else None)[0]:
+                new = numbers.read(64)
+                if not new:  # the block has ended
+                    return
+                began = began if came else time.monotonic()
+                came += [number for number in new if number in ENDING]
+            if came:
+                act(came, time.monotonic() - began)

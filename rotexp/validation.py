@@ -292,5 +292,7 @@ def _validate_launch(config: Config) -> None:
         )
     minutes = launch.timeout_minutes
     require(0 < minutes <= 1e6, "launch.timeout_minutes", minutes, "above 0 and at most 1e6", "the default is 30")
+    grace = launch.grace_seconds
+    require(0 < grace <= 1e6, "launch.grace_seconds", grace, "above 0 and at most 1e6", "the default is 60")
     if launch.kind is LaunchKind.inline:
         require(launch.nproc in (None, 1), "launch.nproc", launch.nproc, "1 for launch=inline", "use launch=elastic")

@@ -6,17 +6,15 @@ import atexit
 import json
 import logging
 import math
-import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -26,11 +24,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rotexp.config import Config
 from rotexp.inputs import Inputs
+from rotexp.launch.ending import DONE, FAILED, LastResort, out_of_time, record_end
 from rotexp.launch.outer import adopt, is_first
 from rotexp.launch.rank import run_rank
-from rotexp.signals import SAVING, Interrupted, end_with_parent
+from rotexp.launch.stopping import RankSignals, listen_as_rank
+from rotexp.signals import SAVING, Interrupted, StopRequest, end_with_parent, interruptible, watched
+from rotexp.tracking.files import read_summary
 
-DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, (130, 143)
+REFUSED, INTERRUPTED = 2, (130, 143)
 """Exit codes of a rank."""
 
 FROM_SLURM = "slurm"
@@ -42,26 +43,32 @@ WAITS = ("join", "read")
 LINGER_SECONDS = 1.0
 """How long a failed rank stays, so that one that was killed, and left no record, is seen before peers that miss it."""
 
+AFTER_KILL_SECONDS = 30.0
+"""How long elastic may take to notice that the ranks were killed."""
+
 
 class RankError(RuntimeError):
     """The first rank that failed, and why."""
 
 
-def run_elastic(config: Config, inputs: Inputs, folder: Path, *, nproc: int) -> None:
+def run_elastic(config: Config, inputs: Inputs, folder: Path, *, nproc: int, stop: StopRequest) -> None:
     """Run the experiment on `nproc` ranks; when one fails or a signal comes, end all of them.
+
+    Args:
+        stop: told of the signals.
 
     Raises:
         RankError: a rank failed.
         Interrupted: a signal ended the run.
     """
     with _settings(config, nproc=nproc) as (settings, failures):
+        signals = RankSignals(stop, grace=config.launch.grace_seconds, num_ranks=nproc, folder=failures)
         try:
-            with _forwarding_signals() as forwarded:
+            with _in_time(config, folder), signals.passed_on():
                 elastic_launch(settings, _run_recorded)(config, inputs, folder, failures)
         except ChildFailedError as error:
-            if forwarded and error.get_first_failure()[1].exitcode in _ends_by(forwarded):
-                raise Interrupted(forwarded[0]) from None
-            raise RankError(_first_failure(error, failures)) from None
+            reason = _first_failure(error, failures)
+            raise _interruption(error, signals, config, folder, reason) or RankError(reason) from None
         except SignalException as error:
             raise Interrupted(error.sigval) from None
 
@@ -69,7 +76,8 @@ def run_elastic(config: Config, inputs: Inputs, folder: Path, *, nproc: int) -> 
 def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: Callable[..., int]) -> int:
     """Run this node's ranks of a run on several nodes, which meet at `launch.rdzv_endpoint`; return the exit code.
 
-    The ranks record by themselves how the run ended, in the folder of rank 0, whichever node that is on.
+    The ranks record by themselves how the run ended, in the folder of rank 0, whichever node that is on; those that are
+    killed since they are late cannot, so their node does.
 
     Args:
         folder: where the run is recorded if rank 0 is on this node.
@@ -77,14 +85,27 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
             variables; it returns the rank's exit code.
     """
     inputs.checkpoint.weights.release()
-    with _settings(config, nproc=nproc) as (settings, _):
+
+    def record(came: Sequence[int]) -> None:
+        """Record it before other nodes' ranks can miss the killed ones, and record a failure."""
+        interruption = out_of_time(came, config, folder)
+        if read_summary(folder).get("status") == "running":
+            record_end(folder, "interrupted", str(interruption))
+        else:
+            sys.stderr.write(f"rotexp: {interruption}\n")
+
+    grace = config.launch.grace_seconds
+    with _settings(config, nproc=nproc) as (settings, aside):
+        signals = RankSignals(StopRequest(), grace=grace, num_ranks=nproc, folder=aside, before_kill=record)
         try:
-            with _forwarding_signals() as forwarded:
-                elastic_launch(settings, _run_as_part)(run, config, inputs, folder)
+            with _in_time(config, folder), signals.passed_on():
+                elastic_launch(settings, _run_as_part)(run, config, inputs, folder, aside)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            if forwarded and failure.exitcode in _ends_by(forwarded):
-                return Interrupted(forwarded[0]).exit_code
+            if signals.came:
+                if signals.early:
+                    sys.stderr.write(f"rotexp: {Interrupted(signals.came[0])}; nothing was started\n")
+                return Interrupted(signals.came[0]).exit_code
             if failure.exitcode < 0:  # it could not say so itself
                 sys.stderr.write(f"rotexp: rank {rank}: {failure.message}\n")
             return failure.exitcode if failure.exitcode in (REFUSED, *INTERRUPTED) else FAILED
@@ -96,39 +117,32 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
         except SignalException as error:
             return Interrupted(error.sigval).exit_code
         except Interrupted as interruption:
+            sys.stderr.write(f"rotexp: {interruption}; nothing was started\n")
             return interruption.exit_code
     return DONE
 
 
 @contextmanager
-def _forwarding_signals() -> Iterator[list[int]]:
-    """Pass the signals after which a run saves on to the ranks, which then end by themselves; yield those that came.
+def _in_time(config: Config, folder: Path) -> Iterator[None]:
+    """End this process too, where elastic waits for ranks that even SIGKILL does not end, or for other nodes."""
+    with watched(LastResort(config, folder, more_seconds=AFTER_KILL_SECONDS).act):
+        yield
 
-    Raises:
-        Interrupted: there is no rank yet.
+
+def _interruption(
+    error: ChildFailedError, signals: RankSignals, config: Config, folder: Path, reason: str
+) -> Interrupted | None:
+    """Return what ended the ranks if that was a signal: one that came here, or one that they say came to one of them.
+
+    A rank that fails after it, perhaps since it misses one that ended, does not make it a failure.
     """
-    forwarded: list[int] = []
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        ranks = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
-        if not ranks:
-            raise Interrupted(number)
-        forwarded.append(number)
-        for pid in ranks:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    before = {number: signal.signal(number, forward) for number in SAVING}
-    try:
-        yield forwarded
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _ends_by(signals: list[int]) -> set[int]:
-    """Return the exit codes of ranks that saved at these signals, or had not begun to listen to them."""
-    return {Interrupted(signal.SIGTERM).exit_code, *(-number for number in signals)}
+    code = error.get_first_failure()[1].exitcode
+    if not signals.came:
+        return Interrupted(signal.SIGTERM) if code in INTERRUPTED else None
+    if signals.late or signal.SIGINT in signals.came:
+        return out_of_time(signals.came, config, folder)
+    orderly = {Interrupted(signal.SIGTERM).exit_code, *(-number for number in signals.came)}
+    return Interrupted(signals.came[0], "" if signals.early or code in orderly else f"then {reason}")
 
 
 @contextmanager
@@ -151,7 +165,7 @@ def _settings(config: Config, *, nproc: int) -> Iterator[tuple[LaunchConfig, Pat
             max_restarts=0,
             monitor_interval=0.1,
             start_method="spawn",
-            signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # at the others elastic gives ranks 30 s, too few to save
+            signals_to_handle="SIGHUP,SIGQUIT",  # at which elastic gives ranks 30 s; the others are ours
             logs_specs=DefaultLogsSpecs(log_dir=str(failures / "elastic")),  # by default a folder that nobody removes
         )
         yield settings, failures
@@ -167,12 +181,15 @@ def _endpoint(given: str | None) -> str:
     return f"{place['MASTER_ADDR']}:{place['MASTER_PORT']}"
 
 
-def _run_as_part(run: Callable[..., int], config: Config, inputs: Inputs, folder: Path) -> None:
+def _run_as_part(run: Callable[..., int], config: Config, inputs: Inputs, folder: Path, aside: Path) -> None:
     """Run a rank of several nodes' ranks; as in `_run_recorded`, its interpreter is never finalized."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _die_with_parent()
     try:
-        code = run(config, inputs, folder, adopt())
+        with interruptible() as stop:
+            listen_as_rank(aside)
+            code = run(config, inputs, folder, adopt(), stop=stop)
+    except Interrupted as interruption:
+        code = interruption.exit_code
     except ValueError as error:
         code = REFUSED
         if is_first():
@@ -181,7 +198,7 @@ def _run_as_part(run: Callable[..., int], config: Config, inputs: Inputs, folder
     sys.stderr.flush()
     if code:
         os._exit(code)
-    atexit.register(os._exit, DONE)
+    _leave_done()
 
 
 def _run_recorded(config: Config, inputs: Inputs, folder: Path, failures: Path) -> None:
@@ -189,19 +206,27 @@ def _run_recorded(config: Config, inputs: Inputs, folder: Path, failures: Path) 
 
     A rank never finalizes its interpreter: a process group's threads that still want it abort then (Python < 3.14).
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once and silently: the parent says what happened
     _die_with_parent()
     try:
-        run_rank(config, inputs, folder)
+        with interruptible() as stop:
+            listen_as_rank(failures)
+            run_rank(config, inputs, folder, stop=stop)
     except Interrupted as interruption:
-        os._exit(interruption.exit_code)
+        os._exit(interruption.exit_code)  # the parent says what happened
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".removeprefix("PhaseError: ")
         record = {"time": time.time_ns(), "rank": int(os.environ["RANK"]), "reason": reason}
         (failures / f"{record['rank']}.json").write_text(json.dumps(record), encoding="utf-8")
         time.sleep(LINGER_SECONDS)
         os._exit(1)
-    atexit.register(os._exit, 0)
+    _leave_done()
+
+
+def _leave_done() -> None:
+    """Let this rank, whose work is done, wait for the others and leave, whatever signals still come."""
+    for number in SAVING:
+        signal.signal(number, signal.SIG_IGN)
+    atexit.register(os._exit, DONE)
 
 
 def _first_failure(error: ChildFailedError, failures: Path) -> str:

@@ -21,14 +21,25 @@ from accelerate.utils import (
 from rotexp.config import Config
 from rotexp.experiment import Experiment
 from rotexp.inputs import Inputs
-from rotexp.signals import interruptible
+from rotexp.signals import StopRequest, interruptible
 from rotexp.training.loop import micro_batch_size
 
 
-def run_rank(config: Config, inputs: Inputs, folder: Path, *, accelerator: Accelerator | None = None) -> None:
+def run_rank(
+    config: Config,
+    inputs: Inputs,
+    folder: Path,
+    *,
+    accelerator: Accelerator | None = None,
+    stop: StopRequest | None = None,
+) -> None:
     """Run the experiment as the rank that the environment says this process is.
 
+    Args:
+        stop: what takes signals (None: one of its own).
+
     Raises:
+        Interrupted: a signal came before the run was done.
         PhaseError: a phase failed.
     """
     accelerator = accelerator or open_accelerator(config)
@@ -38,9 +49,10 @@ def run_rank(config: Config, inputs: Inputs, folder: Path, *, accelerator: Accel
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
-        with interruptible() as stop:
-            Experiment(config, inputs, folder, accelerator=accelerator, stop=stop).run()
-        accelerator.wait_for_everyone()  # gloo aborts a rank whose peers leave while it is still leaving
+        with interruptible(stop) as request:
+            Experiment(config, inputs, folder, accelerator=accelerator, stop=request).run()
+            with request.deferred():  # it is done: a signal comes too late to interrupt it
+                accelerator.wait_for_everyone()  # gloo aborts a rank whose peers leave while it is still leaving
     except Exception:
         logging.getLogger(__name__).info("the run failed", exc_info=True)  # to the file; the parent tells people
         raise  # with the group open: closed, it would make its peers fail too, before this failure is recorded

@@ -1,25 +1,21 @@
-"""Start a run: decide its world, claim its folder, open its inputs, start its ranks, record how it ended."""
+"""Start a run: decide its world, claim its folder, open its inputs, start its ranks."""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rotexp.compose import resolved_yaml
 from rotexp.config import MINIMUM_WORLD, Config, LaunchKind, SyncMode
-from rotexp.folders import claimed, write_atomically
+from rotexp.folders import claimed
+from rotexp.launch.ending import LastResort, recorded
 from rotexp.launch.outer import adopt, is_first
 from rotexp.resumption import Resumption, check_model, find_resumption
-from rotexp.signals import Interrupted, interruptible
-from rotexp.tracking.files import CONFIG_FILE, read_summary, write_summary
+from rotexp.signals import StopRequest, interruptible, watched
 from rotexp.validation import validate_world
-
-DONE, FAILED = 0, 1
 
 
 def start(config: Config, folder: Path) -> int:
@@ -28,7 +24,8 @@ def start(config: Config, folder: Path) -> int:
     Raises:
         ValueError: the request is wrong; nothing was started or written then.
     """
-    with interruptible():
+    last_resort = LastResort(config)
+    with interruptible() as stop, watched(last_resort.act):
         parent = config.launch.nnodes > 1 and "RANK" not in os.environ  # even where SLURM started one task a node
         adopted = None if parent else adopt()
         world_size = int(adopted["WORLD_SIZE"]) if adopted else choose_world_size(config)
@@ -42,14 +39,16 @@ def start(config: Config, folder: Path) -> int:
         check_model(resumption, inputs.checkpoint.identity)
         config = replace(config, model=resolve_model(config.model, inputs.checkpoint))
         if adopted is not None:
-            return _run_adopted(config, inputs, folder, adopted)
+            return _run_adopted(config, inputs, folder, adopted, stop=stop, last_resort=last_resort)
         if parent:
             from rotexp.launch.elastic import run_node
 
             return run_node(config, inputs, folder, nproc=world_size // config.launch.nnodes, run=_run_adopted)
         with claimed(folder, key="hydra.run.dir"):
             inputs = replace(inputs, resumption=find_resumption(config, folder))  # as it is now that it is ours
-            return _recorded(config, folder, lambda: _run(config, inputs, folder, world_size=world_size))
+            last_resort.folder = folder
+            run = partial(_run, config, inputs, folder, world_size=world_size, stop=stop)
+            return recorded(config, folder, run, stop=stop)
 
 
 def choose_world_size(config: Config) -> int:
@@ -87,37 +86,32 @@ def check_machine(config: Config) -> None:
             raise ValueError(str(error)) from None
 
 
-def _recorded(config: Config, folder: Path, run: Callable[[], None]) -> int:
-    """Run, and leave in the folder how it ended; return the exit code."""
-    try:
-        if is_first():
-            write_atomically(folder / CONFIG_FILE, resolved_yaml(config))
-            write_summary(folder, {"status": "running", "error": None})
-        run()
-    except Interrupted as interruption:
-        _record_end(folder, "interrupted", str(interruption))
-        return interruption.exit_code
-    except Exception as error:
-        message = " ".join(str(error).split()) or type(error).__name__
-        _record_end(folder, "oom" if is_out_of_memory(error) else "failed", message)
-        return FAILED
-    return DONE
-
-
-def _run(config: Config, inputs: Any, folder: Path, *, world_size: int) -> None:
+def _run(config: Config, inputs: Any, folder: Path, *, world_size: int, stop: StopRequest) -> None:
     if world_size == 1 and config.launch.kind is not LaunchKind.elastic:
         from rotexp.launch.rank import run_rank
 
-        run_rank(config, inputs, folder)
+        run_rank(config, inputs, folder, stop=stop)
         return
     from rotexp.launch.elastic import run_elastic
 
     inputs.checkpoint.weights.release()
-    run_elastic(config, inputs, folder, nproc=world_size)
+    run_elastic(config, inputs, folder, nproc=world_size, stop=stop)
 
 
-def _run_adopted(config: Config, inputs: Any, folder: Path, adopted: dict[str, str]) -> int:
-    """Run as the rank that an outer launcher made this process; rank 0's folder is everybody's."""
+def _run_adopted(
+    config: Config,
+    inputs: Any,
+    folder: Path,
+    adopted: dict[str, str],
+    *,
+    stop: StopRequest,
+    last_resort: LastResort | None = None,
+) -> int:
+    """Run as the rank that an outer launcher made this process; rank 0's folder is everybody's.
+
+    Args:
+        last_resort: what ends this process if it is late (None: its parent does).
+    """
     os.environ.update(adopted)
     from accelerate.utils import broadcast_object_list
 
@@ -130,10 +124,11 @@ def _run_adopted(config: Config, inputs: Any, folder: Path, adopted: dict[str, s
         if refusal:
             raise ValueError(refusal)
 
-        def run() -> None:
-            run_rank(config, replace(inputs, resumption=resumption), shared, accelerator=accelerator)
-
-        return _recorded(config, shared, run)
+        if last_resort is not None:
+            last_resort.folder = shared
+        inputs = replace(inputs, resumption=resumption)
+        run = partial(run_rank, config, inputs, shared, accelerator=accelerator, stop=stop)
+        return recorded(config, shared, run, stop=stop)
 
 
 def _claim(config: Config, inputs: Any, folder: Path, held: ExitStack) -> tuple[Path, Resumption, str]:
@@ -145,23 +140,3 @@ def _claim(config: Config, inputs: Any, folder: Path, held: ExitStack) -> tuple[
     except ValueError as error:
         return folder.resolve(), Resumption(), str(error)
     return folder.resolve(), resumption, ""
-
-
-def _record_end(folder: Path, status: str, message: str) -> None:
-    """Say on standard error, and in the summary unless a rank said so before, how a run ended.
-
-    A full disk must not hide the first error.
-    """
-    sys.stderr.write(f"rotexp: the run {status}: {message} (see {os.path.relpath(folder)}/rank-*.log)\n")
-    try:
-        summary = read_summary(folder)
-        if summary.get("status", "running") == "running":
-            write_summary(folder, {**summary, "status": status, "error": message})
-    except OSError as disk:
-        sys.stderr.write(f"rotexp: hydra.run.dir={folder}: cannot be written ({disk}); free space or choose another\n")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a failure, or what caused it, was a lack of memory."""
-    texts = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError")
-    return any(text in f"{type(error).__name__}: {error}" for text in texts)

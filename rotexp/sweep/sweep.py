@@ -23,8 +23,8 @@ from rotexp.sweep.outcome import Job, Outcome, Status, ended, finished_before, l
 from rotexp.sweep.table import show
 from rotexp.tracking.files import JOBS_FILE, finite
 
-PATIENCE_SECONDS = 300.0
-"""How long interrupted jobs may take to save what they have; a second signal ends the wait."""
+SECONDS_AFTER_GRACE = 60.0
+"""How long interrupted jobs may take to end beyond `launch.grace_seconds`, in which they save."""
 
 LISTEN_SECONDS = 0.1
 
@@ -169,7 +169,8 @@ class _Round:
         """Let the running jobs save what they have; a second signal ends them at once."""
         for child in self.running.values():
             child.interrupt()
-        until = time.monotonic() + PATIENCE_SECONDS
+        graces = (child.job.config.launch.grace_seconds for child in self.running.values())
+        until = time.monotonic() + max(graces, default=0.0) + SECONDS_AFTER_GRACE
         while self.running and len(self.signals) < 2 and time.monotonic() < until:
             self.collect()
         for child in self.running.values():

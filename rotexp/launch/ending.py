@@ -1,0 +1,102 @@
+"""How the end of a run is recorded, also by a process that was told to end and is stuck."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rotexp.checkpoint_folder import find_checkpoint
+from rotexp.compose import resolved_yaml
+from rotexp.config import Config
+from rotexp.folders import write_atomically
+from rotexp.launch.outer import is_first
+from rotexp.signals import Interrupted, StopRequest
+from rotexp.tracking.files import CONFIG_FILE, read_summary, write_summary
+
+DONE, FAILED = 0, 1
+
+
+def recorded(config: Config, folder: Path, run: Callable[[], None], *, stop: StopRequest) -> int:
+    """Run, and leave in the folder how it ended; return the exit code.
+
+    Args:
+        stop: what takes the signals; what fails after one of them is a part of the interruption, such as a collective
+            whose peers have ended.
+    """
+    try:
+        if is_first():
+            write_atomically(folder / CONFIG_FILE, resolved_yaml(config))
+            write_summary(folder, {"status": "running", "error": None})
+        run()
+    except Interrupted as interruption:
+        return _interrupted(folder, interruption)
+    except Exception as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        if stop.signal is not None:
+            return _interrupted(folder, Interrupted(stop.signal, f"then {message}"))
+        record_end(folder, "oom" if is_out_of_memory(error) else "failed", message)
+        return FAILED
+    return DONE
+
+
+def _interrupted(folder: Path, interruption: Interrupted) -> int:
+    record_end(folder, "interrupted", str(interruption))
+    return interruption.exit_code
+
+
+def record_end(folder: Path, status: str, message: str) -> None:
+    """Say on standard error, and in the summary unless a rank said so before, how a run ended.
+
+    A full disk must not hide the first error.
+    """
+    sys.stderr.write(f"rotexp: the run {status}: {message} (see {os.path.relpath(folder)}/rank-*.log)\n")
+    try:
+        summary = read_summary(folder)
+        if summary.get("status", "running") == "running":
+            write_summary(folder, {**summary, "status": status, "error": message})
+    except OSError as disk:
+        sys.stderr.write(f"rotexp: hydra.run.dir={folder}: cannot be written ({disk}); free space or choose another\n")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a failure, or what caused it, was a lack of memory."""
+    texts = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError")
+    return any(text in f"{type(error).__name__}: {error}" for text in texts)
+
+
+def out_of_time(came: Sequence[int], config: Config, folder: Path | None) -> Interrupted:
+    """Return what ended a run that was killed because it had not ended in time after these signals."""
+    if signal.SIGINT in came:
+        return Interrupted(signal.SIGINT)
+    found = None if folder is None else find_checkpoint(folder).path
+    left = "no checkpoint was saved" if found is None else f"the newest checkpoint is {found.name}"
+    return Interrupted(came[0], f"launch.grace_seconds={config.launch.grace_seconds:g} ran out; {left}")
+
+
+class LastResort:
+    """Ends this process where it has not ended in time after a signal, and records that.
+
+    Attributes:
+        folder: where it is recorded (None: the run has no folder yet).
+    """
+
+    def __init__(self, config: Config, folder: Path | None = None, *, more_seconds: float = 0.0) -> None:
+        """Wait `launch.grace_seconds` and perhaps more."""
+        self.folder = folder
+        self._config = config
+        self._seconds = config.launch.grace_seconds + more_seconds
+
+    def act(self, came: Sequence[int], seconds: float) -> None:
+        """End the process if so many seconds after the first signal are too many; for a thread, as in `watched`."""
+        if seconds < self._seconds:
+            return
+        interruption = out_of_time(came, self._config, self.folder)
+        if self.folder is None:
+            sys.stderr.write(f"rotexp: {interruption}\n")
+        else:
+            record_end(self.folder, "interrupted", str(interruption))
+        sys.stderr.flush()
+        os._exit(interruption.exit_code)

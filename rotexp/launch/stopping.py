@@ -1,0 +1,131 @@
+"""Ends the ranks of this machine when a signal comes: they may save, and are killed when their time is up."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+
+from rotexp.signals import ENDING, WATCH_SECONDS, Interrupted, StopRequest
+
+SECONDS_AFTER_SIGINT = 5.0
+"""How long ranks may take after SIGINT, at which they do not save; a second one ends the wait."""
+
+LISTENS = ".listens"
+"""How the file is called, after its process id, by which a rank says that it has begun."""
+
+
+class RankSignals:
+    """Passes the signals that end a run on to the ranks, and kills those that are late, or all before all have begun.
+
+    Attributes:
+        came: the signals, in their order.
+        late: whether the grace has run out.
+        early: whether ranks were killed before all of them had begun, so that there was nothing to save.
+    """
+
+    def __init__(
+        self,
+        stop: StopRequest,
+        *,
+        grace: float,
+        num_ranks: int,
+        folder: Path,
+        before_kill: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """Prepare, without handling anything yet.
+
+        Args:
+            stop: told too, so that nothing takes the same signals again while the end is recorded.
+            grace: seconds from the first signal.
+            num_ranks: on this machine.
+            folder: where each of them says that it listens.
+            before_kill: called with the signals when the grace has run out.
+        """
+        self.came: list[int] = []
+        self.late = False
+        self.early = False
+        self._stop, self._grace, self._before_kill = stop, grace, before_kill
+        self._num_ranks, self._folder = num_ranks, folder
+        self._began = 0.0
+        self._told: set[tuple[int, int]] = set()
+
+    @contextmanager
+    def passed_on(self) -> Iterator[None]:
+        """Handle signals inside the block, in which ranks are started; they start with these signals blocked.
+
+        One that dies while it is sent its inputs would leave the sender waiting for ever, since `multiprocessing` keeps
+        the pipe's other end open meanwhile. Somebody must watch the signals on another thread, which takes them for
+        this one.
+
+        Raises:
+            Interrupted: a signal came before there was a rank.
+        """
+        before = {number: signal.signal(number, self._take) for number in ENDING}
+        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._tend)
+        resource_tracker.ensure_running()  # whose start unblocks signals
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self._began = self._began if self.came else time.monotonic()
+        self.came.append(number)
+        self._stop.signal = signal.Signals(number)
+        if not self._told and not multiprocessing.active_children() and not _starts_a_rank(frame):
+            raise Interrupted(number)
+        signal.setitimer(signal.ITIMER_REAL, WATCH_SECONDS / 10, WATCH_SECONDS)
+
+    def _tend(self, _number: int, _frame: FrameType | None) -> None:
+        """Look after the ranks, of which there may be more than before; elastic gives them too little time to save."""
+        self.early |= len(list(self._folder.glob(f"*{LISTENS}"))) < self._num_ranks
+        late = time.monotonic() - self._began >= self._seconds()
+        if not (self.early or late):
+            self._tell()
+            return
+        if late and not self.late and self._before_kill is not None:
+            self._before_kill(self.came)
+        self.late |= late
+        for rank in multiprocessing.active_children():
+            rank.kill()
+
+    def _seconds(self) -> float:
+        interrupts = self.came.count(signal.SIGINT)
+        if interrupts == 0:
+            return self._grace
+        return min(self._grace, SECONDS_AFTER_SIGINT) if interrupts == 1 else 0.0
+
+    def _tell(self) -> None:
+        for rank in multiprocessing.active_children():
+            for number in self.came:
+                if rank.pid is not None and (rank.pid, number) not in self._told:
+                    self._told.add((rank.pid, number))
+                    with suppress(ProcessLookupError):
+                        os.kill(rank.pid, number)
+
+
+def listen_as_rank(folder: Path) -> None:
+    """Take the signals that end a run, with which this rank started blocked, and say so in a folder of its parent."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    (folder / f"{os.getpid()}{LISTENS}").touch()
+
+
+def _starts_a_rank(frame: FrameType | None) -> bool:
+    """Return whether a frame is inside of the start of a process, which must be whole: it sends the rank its inputs."""
+    while frame is not None:
+        if frame.f_code is BaseProcess.start.__code__:
+            return True
+        frame = frame.f_back
+    return False
