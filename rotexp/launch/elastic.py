@@ -24,11 +24,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rotexp.config import Config
 from rotexp.inputs import Inputs
-from rotexp.launch.ending import DONE, FAILED, LastResort, out_of_time, record_end
+from rotexp.launch.ending import DONE, FAILED, out_of_time, record_end
 from rotexp.launch.outer import adopt, is_first
 from rotexp.launch.rank import run_rank
 from rotexp.launch.stopping import RankSignals, listen_as_rank
-from rotexp.signals import SAVING, Interrupted, StopRequest, end_with_parent, interruptible, watched
+from rotexp.signals import SAVING, Interrupted, StopRequest, end_with_parent, interruptible
 from rotexp.tracking.files import read_summary
 
 REFUSED, INTERRUPTED = 2, (130, 143)
@@ -42,9 +42,6 @@ WAITS = ("join", "read")
 
 LINGER_SECONDS = 1.0
 """How long a failed rank stays, so that one that was killed, and left no record, is seen before peers that miss it."""
-
-AFTER_KILL_SECONDS = 30.0
-"""How long elastic may take to notice that the ranks were killed."""
 
 
 class RankError(RuntimeError):
@@ -62,9 +59,9 @@ def run_elastic(config: Config, inputs: Inputs, folder: Path, *, nproc: int, sto
         Interrupted: a signal ended the run.
     """
     with _settings(config, nproc=nproc) as (settings, failures):
-        signals = RankSignals(stop, grace=config.launch.grace_seconds, num_ranks=nproc, folder=failures)
+        signals = RankSignals(config, folder, failures, num_ranks=nproc, stop=stop)
         try:
-            with _in_time(config, folder), signals.passed_on():
+            with signals.passed_on():
                 elastic_launch(settings, _run_recorded)(config, inputs, folder, failures)
         except ChildFailedError as error:
             reason = _first_failure(error, failures)
@@ -94,11 +91,10 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
         else:
             sys.stderr.write(f"rotexp: {interruption}\n")
 
-    grace = config.launch.grace_seconds
     with _settings(config, nproc=nproc) as (settings, aside):
-        signals = RankSignals(StopRequest(), grace=grace, num_ranks=nproc, folder=aside, before_kill=record)
+        signals = RankSignals(config, folder, aside, num_ranks=nproc, stop=StopRequest(), before_kill=record)
         try:
-            with _in_time(config, folder), signals.passed_on():
+            with signals.passed_on():
                 elastic_launch(settings, _run_as_part)(run, config, inputs, folder, aside)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
@@ -120,13 +116,6 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
             sys.stderr.write(f"rotexp: {interruption}; nothing was started\n")
             return interruption.exit_code
     return DONE
-
-
-@contextmanager
-def _in_time(config: Config, folder: Path) -> Iterator[None]:
-    """End this process too, where elastic waits for ranks that even SIGKILL does not end, or for other nodes."""
-    with watched(LastResort(config, folder, more_seconds=AFTER_KILL_SECONDS).act):
-        yield
 
 
 def _interruption(

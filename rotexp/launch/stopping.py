@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,10 +14,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from rotexp.signals import ENDING, WATCH_SECONDS, Interrupted, StopRequest
+from rotexp.config import Config
+from rotexp.launch.ending import LastResort
+from rotexp.signals import ENDING, Interrupted, StopRequest, watched
 
 SECONDS_AFTER_SIGINT = 5.0
 """How long ranks may take after SIGINT, at which they do not save; a second one ends the wait."""
+
+SECONDS_AFTER_KILL = 30.0
+"""How long this process may take to end after its ranks, which elastic waits for even if SIGKILL does not end them."""
+
+WAKE = signal.SIGURG
+"""What wakes the thread that waits for ranks; where nobody handles it, nothing happens."""
 
 LISTENS = ".listens"
 """How the file is called, after its process id, by which a rank says that it has begun."""
@@ -33,27 +42,30 @@ class RankSignals:
 
     def __init__(
         self,
-        stop: StopRequest,
-        *,
-        grace: float,
-        num_ranks: int,
+        config: Config,
         folder: Path,
+        aside: Path,
+        *,
+        num_ranks: int,
+        stop: StopRequest,
         before_kill: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """Prepare, without handling anything yet.
 
         Args:
-            stop: told too, so that nothing takes the same signals again while the end is recorded.
-            grace: seconds from the first signal.
+            folder: the run's.
+            aside: where each rank says that it listens.
             num_ranks: on this machine.
-            folder: where each of them says that it listens.
+            stop: told too, so that nothing takes the same signals again while the end is recorded.
             before_kill: called with the signals when the grace has run out.
         """
         self.came: list[int] = []
         self.late = False
         self.early = False
-        self._stop, self._grace, self._before_kill = stop, grace, before_kill
-        self._num_ranks, self._folder = num_ranks, folder
+        self._stop, self._grace, self._before_kill = stop, config.launch.grace_seconds, before_kill
+        self._aside, self._num_ranks = aside, num_ranks
+        self._last_resort = LastResort(config, folder, more_seconds=SECONDS_AFTER_KILL)
+        self._thread = threading.get_ident()
         self._began = 0.0
         self._told: set[tuple[int, int]] = set()
 
@@ -62,23 +74,26 @@ class RankSignals:
         """Handle signals inside the block, in which ranks are started; they start with these signals blocked.
 
         One that dies while it is sent its inputs would leave the sender waiting for ever, since `multiprocessing` keeps
-        the pipe's other end open meanwhile. Somebody must watch the signals on another thread, which takes them for
-        this one.
+        the pipe's other end open meanwhile. The thread that watches takes the signals for this one, and wakes it.
 
         Raises:
             Interrupted: a signal came before there was a rank.
         """
         before = {number: signal.signal(number, self._take) for number in ENDING}
-        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._tend)
+        before[WAKE] = signal.signal(WAKE, self._tend)
         resource_tracker.ensure_running()  # whose start unblocks signals
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with watched(self._wake):
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def _wake(self, came: Sequence[int], seconds: float) -> None:
+        signal.pthread_kill(self._thread, WAKE)
+        self._last_resort.act(came, seconds)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         self._began = self._began if self.came else time.monotonic()
@@ -86,11 +101,12 @@ class RankSignals:
         self._stop.signal = signal.Signals(number)
         if not self._told and not multiprocessing.active_children() and not _starts_a_rank(frame):
             raise Interrupted(number)
-        signal.setitimer(signal.ITIMER_REAL, WATCH_SECONDS / 10, WATCH_SECONDS)
 
     def _tend(self, _number: int, _frame: FrameType | None) -> None:
         """Look after the ranks, of which there may be more than before; elastic gives them too little time to save."""
-        self.early |= len(list(self._folder.glob(f"*{LISTENS}"))) < self._num_ranks
+        if not self.came:
+            return
+        self.early |= len(list(self._aside.glob(f"*{LISTENS}"))) < self._num_ranks
         late = time.monotonic() - self._began >= self._seconds()
         if not (self.early or late):
             self._tell()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,98 @@ def test_a_killed_rank_ends_the_others(ending: Any) -> None:
     assert summary["status"] == "failed"
     assert "SIGKILL" in summary["error"]
     assert errors.count("rotexp:") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_rank_does_not_keep_a_run_alive(ending: Any, number: signal.Signals, tmp_path: Path) -> None:
+    """Its last checkpoint stays, from which the same command goes on."""
+
+    def act(run: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not list(tmp_path.glob("run/checkpoints/step-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        ranks_of(run)[1].suspend()
+        run.send_signal(number)
+
+    options = ("sharding=full", "launch.grace_seconds=3", "train.checkpoint_every=1")
+    code, errors, summary = ending(act, *options)
+    assert code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+    assert summary["status"] == "interrupted"
+    assert errors.count("\n") == 1, errors
+    (newest,) = sorted(path.name for path in tmp_path.glob("run/checkpoints/step-*"))[-1:]
+    grace = f"; launch.grace_seconds=3 ran out; the newest checkpoint is {newest}" if number != signal.SIGINT else ""
+    assert summary["error"] == f"interrupted by {number.name}{grace}"
+    step = int(newest.removeprefix("step-"))
+    again = start(*options, f"train.steps={step + 1}", folder=tmp_path / "run", place=tmp_path)
+    output, errors = again.communicate(timeout=START_SECONDS)
+    assert (again.returncode, errors) == (0, "")
+    assert f"after step {step}" in output
+
+
+def test_a_rank_that_alone_is_told_to_end_interrupts_the_run(ending: Any) -> None:
+    code, errors, summary = ending(lambda run: ranks_of(run)[1].terminate(), "sharding=full")
+    assert (code, summary["status"], errors.count("\n")) == (143, "interrupted", 1)
+    assert summary["error"] == "interrupted by SIGTERM"
+
+
+def test_a_stopped_rank_does_not_keep_the_ranks_of_torchrun_alive(tmp_path: Path) -> None:
+    """The other one leaves in time by itself, and says how the run ended; torchrun would kill it half a minute later."""
+    folder = tmp_path / "run"
+    options = ("train.steps=100000", "sharding=full", "launch.grace_seconds=2")
+    run = start(*options, folder=folder, command=TORCHRUN, place=tmp_path)
+    try:
+        wait_for_steps(run, folder)
+        ranks = [rank for rank in psutil.Process(run.pid).children(recursive=True) if "rotexp.train" in rank.cmdline()]
+        first, second = sorted(ranks, key=lambda rank: rank.environ()["RANK"])
+        second.suspend()
+        first.terminate()
+        run.communicate(timeout=2 * GONE_SECONDS)
+        assert run.returncode != 0
+        assert summary_of(folder)["status"] == "interrupted"
+        assert "interrupted by SIGTERM; launch.grace_seconds=2 ran out" in summary_of(folder)["error"]
+    finally:
+        run.kill()
+        run.communicate()
+
+
+def started_ranks(run: subprocess.Popen[str]) -> int:
+    try:
+        return len(ranks_of(run))
+    except psutil.Error:  # one that ended meanwhile
+        return 0
+
+
+BEGINNINGS: dict[str, Callable[[subprocess.Popen[str], Path], bool]] = {
+    "folder": lambda _run, folder: folder.exists(),
+    "summary": lambda _run, folder: (folder / "summary.json").exists(),
+    "a rank": lambda run, _folder: started_ranks(run) == 1,
+    "all ranks": lambda run, _folder: started_ranks(run) == 2,
+    "logs": lambda _run, folder: len(list(folder.glob("rank-*.log"))) == 2,
+}
+"""Moments of a start."""
+
+
+@pytest.mark.parametrize("moment", BEGINNINGS)
+def test_a_signal_while_a_run_starts_is_one_line(moment: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start("train.steps=100000", "sharding=full", folder=folder, place=tmp_path)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not BEGINNINGS[moment](run, folder):
+            assert run.poll() is None, run.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        run.send_signal(signal.SIGTERM)
+        _, errors = run.communicate(timeout=2 * GONE_SECONDS)
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.communicate()
+    assert (run.returncode, errors.count("\n")) == (143, 1), errors
+    assert "interrupted by SIGTERM" in errors
+    if (folder / "summary.json").exists():
+        assert summary_of(folder)["status"] == "interrupted"
 
 
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:

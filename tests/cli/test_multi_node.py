@@ -129,9 +129,9 @@ def test_torchruns_ranks_on_two_nodes_share_a_folder(nodes: Nodes, tmp_path: Pat
     assert (summary["status"], summary["world_size"]) == ("done", 2)
 
 
-def training(nodes: Nodes, tmp_path: Path) -> tuple[list[subprocess.Popen[str]], Path]:
+def training(nodes: Nodes, tmp_path: Path, *options: str) -> tuple[list[subprocess.Popen[str]], Path]:
     """Start two nodes that do not end by themselves; return them, and their folder, once they train."""
-    processes = nodes("train.steps=100000", *meeting())
+    processes = nodes("train.steps=100000", *meeting(), *options)
     deadline = time.monotonic() + START_SECONDS
     while not (trained := [file for file in tmp_path.glob("node*/metrics.jsonl") if "train/loss" in file.read_text()]):
         assert [process.poll() for process in processes] == [None, None], ended(processes)
@@ -166,3 +166,19 @@ def test_a_signal_to_one_node_ends_both(nodes: Nodes, tmp_path: Path) -> None:
     assert [code for code, _ in ended(processes, seconds=2 * GONE_SECONDS)] == [143, 143]
     assert summary_of(folder)["status"] == "interrupted"
     assert list(folder.glob("checkpoints/step-*")), "what was trained is saved"
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_on_one_node_does_not_keep_nodes_alive(stopped: int, nodes: Nodes, tmp_path: Path) -> None:
+    processes, folder = training(nodes, tmp_path, "launch.grace_seconds=3")
+    place = int(folder.name.removeprefix("node"))  # the node of rank 0
+    children = psutil.Process(processes[place ^ stopped].pid).children(recursive=True)
+    (rank,) = [child for child in children if any("spawn_main" in part for part in child.cmdline())]
+    rank.suspend()
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    found = ended(processes, seconds=2 * GONE_SECONDS)
+    assert [code for code, _ in found] == [143, 143], found
+    assert [errors.count("\n") for _, errors in found] == [1, 1], found
+    assert summary_of(folder)["status"] == "interrupted"
+    assert "launch.grace_seconds=3 ran out" in summary_of(folder)["error"]

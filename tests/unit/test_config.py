@@ -274,6 +274,8 @@ RULES = [
     (["launch.nproc=0"], "launch.nproc=0", "at least 1 or null", "null decides"),
     (["launch.threads=0"], "launch.threads=0", "at least 1 or null", "null decides"),
     (["launch.timeout_minutes=0"], "launch.timeout_minutes=0.0", "above 0 and at most", "the default is 30"),
+    (["launch.grace_seconds=0"], "launch.grace_seconds=0.0", "above 0 and at most", "the default is 60"),
+    (["launch.grace_seconds=nan"], "launch.grace_seconds=nan", "above 0 and at most", "the default is 60"),
     (["launch.timeout_minutes=inf"], "launch.timeout_minutes=inf", "above 0 and at most", "the default is 30"),
     (["launch.nnodes=0"], "launch.nnodes=0", "at least 1", "this machine alone"),
     (["launch.nnodes=2"], "launch.nnodes=2", "launch=elastic and launch.rdzv_endpoint=HOST:PORT", "torchrun"),
