@@ -1,6 +1,7 @@
 """Finite fields of any prime-power order, small enough to tabulate, as the Paley constructions need them."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +27,12 @@ def prime_power(order: int) -> tuple[int, int] | None:
     while rest % characteristic == 0:
         degree, rest = degree + 1, rest // characteristic
     return (characteristic, degree) if rest == 1 else None
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a positive integer, ascending."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _smallest_prime_factor(number: int) -> int:

@@ -3,20 +3,30 @@
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import lru_cache, reduce
 from itertools import count
 
 import torch
 from torch import Tensor
 
-from rotexp.rotation.galois import galois_field, prime_power
+from rotexp.rotation.galois import divisors
+from rotexp.rotation.goethals_seidel import goethals_seidel_matrix, has_goethals_seidel
+from rotexp.rotation.paley import (
+    conference_matrix,
+    first_paley_matrix,
+    is_first_paley,
+    is_second_paley,
+    is_sylvester,
+    is_symmetric_conference,
+    second_paley_matrix,
+    sylvester_matrix,
+)
+from rotexp.rotation.recursive import agayan_sarukhanyan, miyamoto
 
 # What one more pass over the activations costs, in multiply-adds per element. Measured in float32 on one CPU core for
 # orders 1536 to 65536: two passes of 64 and 128 cost what three passes of 16, 16 and 32 cost.
 _PASS_COST = 128
-
-_REMEDIES = 2
-"""How many block sizes a refusal proposes, the largest first."""
 
 
 def hadamard(order: int) -> Tensor:
@@ -45,17 +55,36 @@ def hadamard_factors(order: int) -> tuple[int, ...]:
         Ascending orders whose product is `order`, each of one Sylvester or Paley matrix.
 
     Raises:
-        ValueError: if the order cannot be constructed. The message gives the reason and what to do instead.
+        ValueError: if the order cannot be constructed; the message is `hadamard_obstacle`'s.
     """
     factors = _cheapest_factors(order)
     if factors is None:
-        raise ValueError(_refusal(order, instead="rotation.init=random"))
+        raise ValueError(hadamard_obstacle(order))
     return factors
 
 
 def is_constructible(order: int) -> bool:
     """Tell whether `hadamard` can construct this order; false for every order below 1."""
     return _cheapest_factors(order) is not None
+
+
+def hadamard_obstacle(order: int) -> str | None:
+    """Say why `hadamard` cannot construct this order, and which nearest ones it can; None if it can."""
+    if is_constructible(order):
+        return None
+    if order < 1:
+        return f"no Hadamard matrix of order {order} exists: the order must be positive"
+    reason = f"no construction known here for order {order}"
+    if order % 4:
+        reason = f"no Hadamard matrix of order {order} exists: the order must be 1, 2 or a multiple of 4"
+    below = next(near for near in count(order - 1, -1) if is_constructible(near))
+    above = next(near for near in count(order + 1) if is_constructible(near))
+    return f"{reason} (the nearest orders are {below} and {above})"
+
+
+def largest_block(*widths: int) -> int | None:
+    """Return the largest order above 1 of a Hadamard matrix that divides all the widths; None if there is none."""
+    return next((size for size in reversed(divisors(math.gcd(*widths))) if size > 1 and is_constructible(size)), None)
 
 
 def random_hadamard(order: int, *, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -126,9 +155,7 @@ class HadamardTransform:
     factors: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        factors = _cheapest_factors(self.order)
-        if factors is None:
-            raise ValueError(_refusal(self.order, instead="rotation.r4=false"))
+        factors = hadamard_factors(self.order)
         if self.blocks < 1:
             raise ValueError(f"a Hadamard transform of {self.blocks} blocks transforms nothing: 1 or more are needed")
         object.__setattr__(self, "factors", factors)
@@ -205,16 +232,29 @@ def _cached_scaled_matrix(factor: int, *, dtype: torch.dtype, device: torch.devi
         return scaled.to(device=device, dtype=dtype)
 
 
-@lru_cache(maxsize=65536)
 def _cheapest_factors(order: int) -> tuple[int, ...] | None:
+    """Return the cheapest product in the first tier that has one; a later tier never changes what an earlier gives."""
+    return next((factors for tier in _Tier if (factors := _cheapest_in(tier, order))), None)
+
+
+class _Tier(IntEnum):
+    """Which orders one matrix may have; each tier includes those before it, and an order uses the first that does."""
+
+    paley = 0
+    sequences = 1
+    halved_product = 2
+
+
+@lru_cache(maxsize=65536)
+def _cheapest_in(tier: _Tier, order: int) -> tuple[int, ...] | None:
     """Choose among all products of direct orders the one with the least cost, then the fewest factors."""
-    if _is_direct(order) and order <= _PASS_COST:
+    if _is_direct(tier, order) and order <= _PASS_COST:
         return (order,)
     if order < 1 or order % 4:
         return None
-    candidates: list[tuple[int, ...]] = [(order,)] if _is_direct(order) else []
-    for factor in _divisors(order):
-        rest = _cheapest_factors(order // factor) if 1 < factor < order and _is_direct(factor) else None
+    candidates: list[tuple[int, ...]] = [(order,)] if _is_direct(tier, order) else []
+    for factor in divisors(order):
+        rest = _cheapest_in(tier, order // factor) if 1 < factor < order and _is_direct(tier, factor) else None
         if rest is not None:
             candidates.append(tuple(sorted((factor, *rest))))
     return min(candidates, key=_cost, default=None)
@@ -224,80 +264,38 @@ def _cost(factors: tuple[int, ...]) -> tuple[int, int]:
     return sum(factors) + _PASS_COST * len(factors), len(factors)
 
 
-def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
+def _is_direct(tier: _Tier, order: int) -> bool:
+    if is_sylvester(order) or is_first_paley(order) or is_second_paley(order):
+        return True
+    if tier >= _Tier.sequences and (has_goethals_seidel(order) or _is_miyamoto(order)):
+        return True
+    return tier >= _Tier.halved_product and _halves(order) is not None
 
 
-def _is_direct(order: int) -> bool:
-    return _is_sylvester(order) or _is_first_paley(order) or _is_second_paley(order)
+def _is_miyamoto(order: int) -> bool:
+    return order % 16 == 4 and is_symmetric_conference(order // 4 + 1) and is_constructible(order // 4 - 1)
 
 
-def _is_sylvester(order: int) -> bool:
-    return order > 0 and order & (order - 1) == 0
-
-
-def _is_first_paley(order: int) -> bool:
-    return order % 4 == 0 and prime_power(order - 1) is not None
-
-
-def _is_second_paley(order: int) -> bool:
-    return order % 4 == 0 and order // 2 % 4 == 2 and prime_power(order // 2 - 1) is not None
+def _halves(order: int) -> tuple[int, int] | None:
+    """Return the orders 4a and 4b, the first the smallest, of two Hadamard matrices that make one of order 8ab."""
+    if order < 1 or order % 8:
+        return None
+    pairs = ((4 * a, order // (2 * a)) for a in divisors(order // 8))
+    return next((pair for pair in pairs if pair[0] > 4 and all(map(is_constructible, pair))), None)
 
 
 def _direct_matrix(order: int) -> Tensor:
-    if _is_sylvester(order):
-        return _sylvester_matrix(order)
-    return _first_paley_matrix(order) if _is_first_paley(order) else _second_paley_matrix(order)
-
-
-def _sylvester_matrix(order: int) -> Tensor:
-    """Double [[1]] until it has the order: H becomes [[H, H], [H, -H]] (Sylvester 1867)."""
-    matrix = _signs([[1]])
-    while matrix.shape[0] < order:
-        matrix = torch.kron(_signs([[1, 1], [1, -1]]), matrix)
-    return matrix
-
-
-def _first_paley_matrix(order: int) -> Tensor:
-    """Add the identity to the skew-symmetric conference matrix of the same order (Paley 1933)."""
-    conference = _conference_matrix(order)
-    conference[1:, 0] = -1
-    return conference + torch.eye(order, dtype=torch.int8, device="cpu")
-
-
-def _second_paley_matrix(order: int) -> Tensor:
-    """Put 2 × 2 blocks into the symmetric conference matrix of half the order (Paley 1933)."""
-    identity = torch.eye(order // 2, dtype=torch.int8, device="cpu")
-    off_diagonal = torch.kron(_conference_matrix(order // 2), _signs([[1, 1], [1, -1]]))
-    return off_diagonal + torch.kron(identity, _signs([[1, -1], [-1, -1]]))
-
-
-def _conference_matrix(order: int) -> Tensor:
-    """Border the differences' quadratic characters in the field of `order - 1` elements with ones."""
-    galois = galois_field(order - 1)
-    character = galois.quadratic_character()
-    elements = torch.arange(galois.order, device="cpu")
-    conference = torch.ones(order, order, dtype=torch.int8, device="cpu")
-    conference[0, 0] = 0
-    for row, element in enumerate(elements, start=1):
-        conference[row, 1:] = character[galois.subtract(element, elements)]
-    return conference
-
-
-def _signs(rows: list[list[int]]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int8, device="cpu")
-
-
-def _refusal(order: int, *, instead: str) -> str:
-    """Say why there is no matrix, and which settings do without: `instead`, or blocks that divide the order."""
-    if order < 1:
-        return f"no Hadamard matrix of order {order} exists: the order must be positive"
-    reason = f"no construction known here for order {order}"
-    if order % 4:
-        reason = f"no Hadamard matrix of order {order} exists: the order must be 1, 2 or a multiple of 4"
-    below = next(near for near in count(order - 1, -1) if is_constructible(near))
-    above = next(near for near in count(order + 1) if is_constructible(near))
-    sizes = [size for size in reversed(_divisors(order)) if size > 1 and is_constructible(size)]
-    remedies = " or ".join([instead, *(f"rotation.block_size={size}" for size in sizes[:_REMEDIES])])
-    return f"{reason} (the nearest orders are {below} and {above}); set {remedies}"
+    """Construct one matrix, by the first of the constructions that has its order."""
+    if is_sylvester(order):
+        return sylvester_matrix(order)
+    if is_first_paley(order):
+        return first_paley_matrix(order)
+    if is_second_paley(order):
+        return second_paley_matrix(order)
+    if has_goethals_seidel(order):
+        return goethals_seidel_matrix(order)
+    if _is_miyamoto(order):
+        return miyamoto(conference_matrix(order // 4 + 1), hadamard(order // 4 - 1))
+    halves = _halves(order)
+    assert halves is not None, f"no matrix of order {order} is direct"
+    return agayan_sarukhanyan(hadamard(halves[0]), hadamard(halves[1]))

@@ -53,9 +53,15 @@ ORDER = (
     "quant",
     "optim",
     "rotation.hadamard",
+    "rotation.goethals_seidel",
+    "rotation.williamson",
+    "rotation.sequences",
+    "rotation.recursive",
+    "rotation.paley",
     "rotation.galois",
 )
-PURE = (("quant",), ("optim",), ("rotation.hadamard", "rotation.galois"))
+HADAMARD = tuple(part for part in ORDER if part.startswith("rotation."))
+PURE = (("quant",), ("optim",), HADAMARD)
 Imports = dict[str, set[str]]
 
 
