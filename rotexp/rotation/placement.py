@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from rotexp.config import QuantConfig, RotationConfig, RotationInit
+from rotexp.config import QuantConfig, RotationConfig
 from rotexp.models.arch import (
     ArchSpec,
     decoder_layers,
@@ -21,7 +22,7 @@ from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.attention import Cache, cache_obstacle, place_cache
 from rotexp.rotation.bank import Rotation, RotationBank
 from rotexp.rotation.experts import RotatedExperts
-from rotexp.rotation.hadamard import HadamardTransform, is_constructible
+from rotexp.rotation.hadamard import HadamardTransform, hadamard_obstacle, largest_block
 from rotexp.rotation.hooks import RotatedInput, RotatedOutput
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode
@@ -77,7 +78,10 @@ class _Placer:
         try:
             matrix = draw_start(self.rotation.init, shape, name=name, seed=self.seed)
         except ValueError as error:
-            raise ValueError(f"rotation.init={self.rotation.init.name}: {name} cannot start so: {error}") from None
+            refusal = f"rotation.init={self.rotation.init.name}: {name} cannot start so: {error}"
+            block = self._fitting_block() if name == "R1" else ""
+            remedies = f"set rotation.init=random or rotation.{name[:2].lower()}=false{block}"
+            raise ValueError(f"{refusal}; {remedies}") from None
         return self.placed.bank.add(name, nn.Parameter(matrix, requires_grad=self.rotation.learned))
 
     def _wanted(self, key: str, obstacle: str | None) -> bool:
@@ -134,11 +138,6 @@ class _Placer:
         if self.rotation.r2 is False:
             return None
         width = head_dim(self.config)
-        if self.rotation.init is RotationInit.hadamard and not is_constructible(width):
-            raise ValueError(
-                f"rotation.init=hadamard: heads of {width} have no Hadamard matrix, so R2 cannot start at one; set "
-                "rotation.init=random or rotation.r2=false"
-            )
         where = f"values and output of {self.spec.layers}.{index}.{self.spec.attention}"
         return self._own(f"R2_{index}", (width, width), where)
 
@@ -214,13 +213,25 @@ class _Placer:
             return None
         size = self.rotation.block_size or width
         _check_block(size, width, where="the down projection's input")
-        try:
-            transform = HadamardTransform(size, blocks=width // size)
-        except ValueError as error:
-            self._wanted("r4", str(error))
+        obstacle = hadamard_obstacle(size)
+        if obstacle:
+            obstacle += f"; set rotation.r4=false{self._fitting_block()}"
+        if not self._wanted("r4", obstacle):
             return None
         self.placed.online["R4" if self.placed.online.get("R4", size) == size else f"R4_{size}"] = size
-        return transform
+        return HadamardTransform(size, blocks=width // size)
+
+    def _fitting_block(self) -> str:
+        """Return one more remedy for R1 and R4: the largest block that divides the widths of both."""
+        size = largest_block(self.config.hidden_size, *self._down_widths())
+        return f" or rotation.block_size={size} (the largest that R1 and R4 can both have)" if size else ""
+
+    def _down_widths(self) -> Iterator[int]:
+        for layer in decoder_layers(self.model, self.spec):
+            for name in present(layer, self.spec.down):
+                yield layer.get_submodule(name).get_parameter("weight").shape[1]
+            for name in present(layer, [self.spec.experts] if self.spec.experts else []):
+                yield layer.get_submodule(name).get_parameter("down_proj").shape[-1]
 
     def _place_ends(self, residual: Rotation | None) -> None:
         """Rotate embeddings and head."""
@@ -237,8 +248,7 @@ class _Placer:
         """Put R3 and the quantization of keys and values into the attention."""
         width, obstacle = head_dim(self.config), cache_obstacle(self.model)
         rotation = None
-        unknown = None if is_constructible(width) else f"heads of {width} have no Hadamard matrix"
-        if self.rotation.r3 is not False and self._wanted("r3", obstacle or unknown):
+        if self.rotation.r3 is not False and self._wanted("r3", obstacle or hadamard_obstacle(width)):
             rotation = HadamardTransform(width)
         if self.quant.kv.enabled and obstacle:
             raise ValueError(f"quant.kv.bits={self.quant.kv.bits}: cannot act: {obstacle}; choose a quant without kv")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,17 @@ def test_what_cannot_exist_is_left_out_or_refused(described: Path) -> None:
     assert "R1 refused: rotation.r1=true" in inspected(config, "rotation.r1=true", folder=described)
     blocks = inspected(LlamaConfig(**GROUPED), "rotation.block_size=7", folder=described)
     assert "R1 refused: rotation.block_size=7: must divide 48" in blocks
+
+
+def test_the_block_advised_for_an_order_without_construction_is_accepted(described: Path) -> None:
+    config = LlamaConfig(**GROUPED | {"intermediate_size": 2 * 668})
+    refused = inspected(config, "rotation.r4=true", folder=described)
+    assert "R4 refused: rotation.r4=true: cannot act: no construction known here for order 1336" in refused
+    advice = re.search(r"or (rotation\.block_size=\d+) \(the largest that R1 and R4 can both have\)", refused)
+    assert advice is not None
+    followed = inspected(config, "rotation.r4=true", advice[1], folder=described)
+    assert "R1 placed merged into weights 8 = 8" in followed
+    assert "R4 placed online 8 = 8" in followed
 
 
 def test_fused_linears_layer_norms_and_experts(described: Path) -> None:
