@@ -51,6 +51,8 @@ class CayleySGD(Optimizer):
     Raises:
         ValueError: an option, or a parameter, that cannot be used; in `step`, a learning rate out of range or a sparse
             gradient.
+        RuntimeError: in `step`, the exact solver returned what is no solution; that batch has not moved then (on an
+            accelerator the error comes later, and nothing can be read from the device any more).
 
     Source: Li, Li and Todorovic, "Efficient Riemannian Optimization on the Stiefel Manifold via the Cayley Transform",
     ICLR 2020, Algorithm 1.
@@ -113,6 +115,7 @@ class CayleySGD(Optimizer):
 
         Raises:
             ValueError: a learning rate out of range, or a sparse gradient.
+            RuntimeError: a solve went wrong.
         """
         loss = None
         if closure is not None:

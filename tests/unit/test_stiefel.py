@@ -1,6 +1,7 @@
 """Checks the maths of orthogonal matrices against dense float64 formulas of numpy and scipy."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -9,15 +10,26 @@ import torch
 from torch import Tensor
 
 from rotexp.optim import stiefel
+from rotexp.optim.options import CayleySGDOptions
 
 SEEDS = range(4)
 SIZES = (1, 2, 5, 16, 33)
+PRECISION = {torch.float32: 2e-6, torch.float64: 1e-14}
 
 
 def random_rotation(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     rotation: Tensor = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))[0]
     return rotation.contiguous().to(dtype)
+
+
+@pytest.fixture(params=[1, 2, 4])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Give torch so many threads during a test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 def random_matrix(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -68,6 +80,110 @@ def test_exact_cayley_is_the_dense_formula(size: int, seed: int) -> None:
         expected = np.linalg.inv(np.eye(size) + skew / 2) @ (np.eye(size) - skew / 2) @ start
         np.testing.assert_allclose(end, expected, atol=1e-11)
     assert max(error.max().item() for error in stiefel.orthogonality_error(moved)) < 1e-12
+
+
+def batch_of_rotations(count: int, order: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return rotations, and their generators as the default rule of a step sizes them."""
+    rotations = random_rotation(count, order, order, seed=order, dtype=dtype)
+    generators = stiefel.skew_generator(rotations, random_matrix(count, order, order, seed=order, dtype=dtype))
+    size = stiefel.angle_step_size(generators, angle=CayleySGDOptions.lr)
+    return rotations, generators * size[..., None, None]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("order", "count", "dtype"),
+    [
+        (64, 18, torch.float32),
+        (128, 18, torch.float32),
+        (150, 2, torch.float32),  # the first order for which oneMKL's LU is parallel
+        (256, 18, torch.float32),
+        (256, 2, torch.float64),
+        (512, 2, torch.float32),
+    ],
+)
+def test_batches_are_solved_right_with_any_number_of_threads(order: int, count: int, dtype: torch.dtype) -> None:
+    rotations, generators = batch_of_rotations(count, order, dtype=dtype)
+    moved = stiefel.cayley_exact(generators, rotations)
+    skew, identity = generators.double().numpy() / 2, np.eye(order)
+    for half, start, end in zip(skew, rotations.double().numpy(), moved.double().numpy(), strict=True):
+        expected = scipy.linalg.solve(identity + half, (identity - half) @ start)
+        np.testing.assert_allclose(end, expected, atol=PRECISION[dtype], rtol=0.0)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("order", [128, 256])
+def test_batches_are_retracted_right_with_any_number_of_threads(order: int) -> None:
+    rotations = random_rotation(2, order, order, seed=order) + 1e-3 * random_matrix(2, order, order, seed=order)
+    expected = np.stack([scipy.linalg.polar(one)[0] for one in rotations.numpy()])
+    np.testing.assert_allclose(stiefel.polar_projection(rotations).numpy(), expected, atol=1e-9)
+    retracted = stiefel.qr_retraction(rotations)
+    triangular = (retracted.mT @ rotations).numpy()
+    np.testing.assert_allclose(triangular, np.triu(triangular), atol=1e-12)
+    assert (retracted.mT @ retracted - torch.eye(order)).abs().max().item() < 1e-13
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_batch_far_from_orthogonal_is_projected_right_with_any_number_of_threads() -> None:
+    matrices = random_matrix(2, 256, 256, seed=0)
+    expected = np.stack([scipy.linalg.polar(one)[0] for one in matrices.numpy()])
+    np.testing.assert_allclose(stiefel.polar_projection(matrices).numpy(), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("angle", [1e-3, 0.1, 1.0, 3.0, 3.14159])
+@pytest.mark.parametrize("order", [5, 64, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_check_of_a_solve_lets_right_ones_pass(dtype: torch.dtype, order: int, angle: float) -> None:
+    rotation = random_rotation(order, order, seed=0, dtype=dtype)
+    for name, generator in ({"dense": random_skew(order, order, seed=0)} if order == 5 else spectra(order, 0)).items():
+        size = stiefel.angle_step_size(generator.to(dtype), angle=angle)
+        moved = stiefel.cayley_exact(size * generator.to(dtype), rotation)
+        assert moved.isfinite().all(), name
+
+
+def broken_solve(error: float, *, member: int = 1) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a solve that adds an error to one entry of one member's solution."""
+    solve, calls = torch.linalg.solve_ex, iter(range(100))
+
+    def broken(system: Tensor, target: Tensor, *, left: bool) -> tuple[Tensor, Tensor]:
+        solution, info = solve(system, target, left=left)
+        if solution.ndim > 2:
+            solution[member, 0, 3] += error
+        elif next(calls) == member:
+            solution[0, 3] += error
+        return solution, info
+
+    return broken
+
+
+@pytest.mark.parametrize("error", [0.1, math.nan, math.inf])
+@pytest.mark.parametrize("order", [64, 256])
+def test_a_wrong_solution_is_refused(monkeypatch: pytest.MonkeyPatch, order: int, error: float) -> None:
+    rotations, generators = batch_of_rotations(3, order, dtype=torch.float32)
+    monkeypatch.setattr(torch.linalg, "solve_ex", broken_solve(error))
+    with pytest.raises(RuntimeError, match=r"^[^\n]+$") as refusal:
+        stiefel.cayley_exact(generators, rotations)
+    words = (f"order {order}", "residual", "above 3.5e-04", "solver=fixed_point", "one CPU thread")
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_a_generator_that_is_not_finite_spoils_its_own_rotation() -> None:
+    rotations, generators = batch_of_rotations(3, 70, dtype=torch.float32)
+    expected = stiefel.cayley_exact(generators, rotations)
+    generators[1, 4, 5] = math.nan
+    moved = stiefel.cayley_exact(generators, rotations)
+    assert torch.equal(moved[::2], expected[::2])
+    assert moved[1].isnan().any()
+
+
+def test_an_accelerator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(torch, "_assert_async", lambda right, message: messages.append(f"{message}: {right.shape}"))
+    rotations = torch.empty(18, 256, 256, device="meta")
+    assert stiefel.cayley_exact(rotations, rotations).shape == rotations.shape, "a host that reads fails on meta"
+    assert "order 256" in messages[0]
+    assert "above 3.5e-04" in messages[0]
+    assert messages[0].endswith("torch.Size([])")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
