@@ -46,6 +46,13 @@ def odd_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "odd", intermediate_size=50)
 
 
+@pytest.fixture(scope="session")
+def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with as many layers as Gemma 3 270M, and heads as wide: one R1, and 18 rotations R2 of order 256."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256}
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "wide", num_hidden_layers=18, **heads)
+
+
 def make_checkpoint(folder: Path, **changes: int) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPE | changes, tie_word_embeddings=True)

@@ -322,6 +322,8 @@ def test_optimizer_runs(tmp_path: Path) -> None:
     rows = facts.read_json(output)["figures"]["optimizer"]
     assert {"CayleySGD", "one by one"} <= {row["variant"] for row in rows}
     assert any("geoopt" in row["variant"] for row in rows)
+    assert {row["threads"] for row in rows} == {1, 2}, "torch.get_num_threads() is 1 in tests"
+    assert torch.get_num_threads() == 1
 
 
 def test_quantizers_run(tmp_path: Path) -> None:
