@@ -31,7 +31,7 @@ class Weight:
         trained: whether it has a gradient and AdamW's moments.
         split: whether FSDP shares its rows out.
         head: whether it is an embedding's or the output head's.
-        taught: whether a teacher has it too, as the checkpoint does.
+        taught: whether a teacher has it too: neither biases that took up norms', nor a head apart from its embedding.
     """
 
     rows: int
@@ -219,7 +219,7 @@ def _weights(model: RotatedModel, sharding: ShardingConfig) -> list[Weight]:
             trained=parameter.requires_grad,
             split=_is_split(parameter, sharding) and parameter not in scales,
             head=parameter in heads,
-            taught=name not in model.added and parameter not in scales,
+            taught=name not in model.added and name != model.untied and parameter not in scales,
         )
         for name, parameter in model.network.named_parameters()
         if parameter not in rotations

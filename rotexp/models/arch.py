@@ -290,6 +290,27 @@ def head_name(model: nn.Module) -> str:
     return _name_of(model, "get_output_embeddings")
 
 
+def is_tied(model: nn.Module) -> bool:
+    """Return whether the head's weight is the embedding's."""
+    embedding, head = (model.get_submodule(name(model)) for name in (embedding_name, head_name))
+    return head._parameters["weight"] is embedding._parameters["weight"]
+
+
+def tie(model: nn.Module) -> None:
+    """Let the head's weight be the embedding's."""
+    model.get_submodule(head_name(model)).weight = model.get_parameter(f"{embedding_name(model)}.weight")
+    _config(model).tie_word_embeddings = True
+
+
+def untie(model: nn.Module) -> None:
+    """Give the head a weight of its own, equal to the embedding's, if it has none (without memory on meta)."""
+    if is_tied(model):
+        head = model.get_submodule(head_name(model))
+        tied = head.get_parameter("weight")
+        head.weight = nn.Parameter(tied.detach().clone(), requires_grad=tied.requires_grad)
+    _config(model).tie_word_embeddings = False
+
+
 def _name_of(model: nn.Module, getter: str) -> str:
     wanted = getattr(model, getter)()
     names: list[str] = [name for name, module in model.named_modules() if module is wanted]

@@ -193,8 +193,12 @@ class Checkpoint:
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return rows of the model's parameter `name`, on the host."""
-        source = self.aliases.get(name, name)
+        source = self.source(name)
         return self.weights.read(source, rows) if isinstance(source, str) else source.read(self.weights, rows)
+
+    def source(self, name: str) -> Source:
+        """Return where the model's parameter `name` lies."""
+        return self.aliases.get(name, name)
 
     def coarse_counts(self) -> dict[str, int]:
         """Return how many parameters lie on a grid of each type."""

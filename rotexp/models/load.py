@@ -12,13 +12,14 @@ from torch import nn
 
 from rotexp.config import ModelConfig, ModelDtype, ModelSource
 from rotexp.models import tiny
-from rotexp.models.arch import ArchSpec
+from rotexp.models.arch import ArchSpec, embedding_name, head_name, tie
 from rotexp.models.checkpoint import (
     Checkpoint,
     FileWeights,
     PickledWeights,
     RandomWeights,
     SafetensorsWeights,
+    Source,
     Weights,
     folder_weights,
 )
@@ -87,7 +88,9 @@ def open_structure(model: ModelConfig) -> Checkpoint:
     """
     found = _find(model)
     structure = read_structure(found.config, identity=found.identity)
-    return Checkpoint(found.identity, structure.config, RandomWeights({}, seed=0), str(found.tokenizer), found.revision)
+    aliases: dict[str, Source] = {structure.head: structure.embedding} if structure.tied else {}
+    weights = RandomWeights({}, seed=0)
+    return Checkpoint(found.identity, structure.config, weights, str(found.tokenizer), found.revision, aliases)
 
 
 def resolve_model(model: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
@@ -134,12 +137,15 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
 
 def build_model(checkpoint: Checkpoint, *, dtype: torch.dtype) -> nn.Module:
-    """Build the causal model on the meta device, buffers real, embedding and head untied.
+    """Build the causal model on the meta device, buffers real, the head tied if the checkpoint has no other for it.
 
     Returns:
         The Hugging Face model, frozen, in evaluation mode; its parameters hold no memory yet.
     """
     built: nn.Module = build_network(checkpoint.config, dtype=dtype)
+    head, embedding = (checkpoint.source(f"{name(built)}.weight") for name in (head_name, embedding_name))
+    if head == embedding:
+        tie(built)
     return built
 
 

@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
 
-from rotexp.models.arch import find_spec
+from rotexp.models.arch import find_spec, untie
 from rotexp.models.checkpoint import Checkpoint, Shape, Source, Weights, check_names
 from rotexp.models.hf_config import language_config
 from rotexp.models.names import find_sources, language_tensors, stored_shapes
 
 COMPUTED_TENSORS = r"rotary_emb\.inv_freq$"
 """Buffers that old checkpoints of every family carry and models compute; transformers knows of further ones."""
+
+COMPARED_ROWS = 2**14
+"""How many rows of two tensors are in memory at once while they are compared."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,20 @@ def fit(
     check_names(needed, stored, identity=identity, ignored=structure.ignored)
     aliases: dict[str, Source] = {name: source for name, source in sources.items() if source != name}
     checkpoint = Checkpoint(identity, structure.config, weights, str(tokenizer), revision, aliases)
+    if structure.tied and _holds_equal(checkpoint, structure.head, structure.embedding, structure.shapes):
+        aliases[structure.head] = sources[structure.embedding]
     return replace(checkpoint, dtype=_own_dtype(structure, checkpoint), coarse=coarse or {})
+
+
+def _holds_equal(checkpoint: Checkpoint, name: str, other: str, shapes: dict[str, Shape]) -> bool:
+    """Return whether two parameters have the same values: files of `torch.save` store a tied one twice."""
+    if checkpoint.source(name) == checkpoint.source(other):
+        return True
+    if shapes[name] != shapes[other]:
+        return False
+    starts = range(0, shapes[name][0], COMPARED_ROWS)
+    parts = (slice(start, start + COMPARED_ROWS) for start in starts)
+    return all(torch.equal(checkpoint.read(name, part), checkpoint.read(other, part)) for part in parts)
 
 
 def _own_dtype(structure: Structure, checkpoint: Checkpoint) -> torch.dtype:
@@ -116,8 +131,6 @@ def build_network(config: Any, *, dtype: torch.dtype) -> Any:
         auto: Any = AutoModelForCausalLM
         # A copy, since the model's config is changed below and by placement, and a config is built from more than once.
         model = auto.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
-    head = model.get_output_embeddings()
-    if head is not None and head.weight is model.get_input_embeddings().weight:
-        head.weight = nn.Parameter(torch.empty_like(head.weight))
-    model.config.tie_word_embeddings = False
+    if model.get_output_embeddings() is not None:
+        untie(model)
     return model.eval().requires_grad_(False)

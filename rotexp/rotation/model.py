@@ -42,6 +42,7 @@ class RotatedModel:
         warnings: what was left out because this model does not let it exist.
         rms_norms: names of the norms that stop subtracting the mean when they are folded.
         added: parameters that the checkpoint does not have (biases that take up norms' biases); they start at zero.
+        untied: the head's weight, if the checkpoint has it as the embedding's and R1 parted it from that.
         hooked: consumers that are no modules, with the names of the modules whose parameters are theirs.
         scales: learned scales of the weight quantizers, if they are trained.
     """
@@ -55,6 +56,7 @@ class RotatedModel:
     warnings: list[str] = field(default_factory=list)
     rms_norms: list[str] = field(default_factory=list)
     added: set[str] = field(default_factory=set)
+    untied: str | None = None
     hooked: list[RotatedInput | RotatedOutput] = field(default_factory=list)
     scales: QuantizerScales | None = None
 

@@ -14,8 +14,10 @@ from rotexp.models.arch import (
     embedding_name,
     head_dim,
     head_name,
+    is_tied,
     present,
     r1_obstacle,
+    untie,
 )
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
@@ -38,7 +40,8 @@ def place(model: nn.Module, spec: ArchSpec, rotation: RotationConfig, quant: Qua
     """Replace or hook the model's embeddings, linears, experts and attention; weights keep their names.
 
     Args:
-        model: a Hugging Face causal model, untied; may be on the meta device.
+        model: a Hugging Face causal model; may be on the meta device. A tied head gets a weight of its own where R1
+            acts, since the final norm's gain goes into it, and stays tied elsewhere.
 
     Raises:
         ValueError: a rotation that was asked for cannot exist in this model, a Hadamard matrix has no such order, or a
@@ -107,6 +110,9 @@ class _Placer:
         obstacle = r1_obstacle(self.model, self.spec) or self._norm_obstacle(hidden)
         if not self._wanted("r1", obstacle):
             return None
+        if is_tied(self.model):
+            untie(self.model)
+            self.placed.untied = f"{head_name(self.model)}.weight"
         self._add_biases()
         if size is None or size == hidden:
             return self._own("R1", (hidden, hidden), "residual stream")

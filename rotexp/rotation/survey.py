@@ -128,7 +128,7 @@ def _facts(checkpoint: Checkpoint, placed: RotatedModel) -> dict[str, Any]:
 def _num_parameters(network: nn.Module, *, tied: bool) -> int:
     """Count a model's own parameters: no rotations, and a tied head once."""
     own = {name: weight.numel() for name, weight in network.named_parameters() if not name.startswith(f"{BANK}.")}
-    return sum(own.values()) - (own[f"{head_name(network)}.weight"] if tied else 0)
+    return sum(own.values()) - (own.get(f"{head_name(network)}.weight", 0) if tied else 0)
 
 
 def _modules(placed: RotatedModel) -> Iterator[ModuleReport]:

@@ -183,10 +183,12 @@ def _with_tied(units: Sequence[nn.Module]) -> list[nn.Module | list[nn.Module]]:
 
 
 def _prefetch(units: Sequence[nn.Module], config: ShardingConfig) -> None:
+    """Chain what is gathered ahead; of units that were put into one, the first counts forward, the last backward."""
     chain: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
-    for index, unit in enumerate(chain):
-        if config.forward_prefetch:
+    if config.forward_prefetch:
+        for index, unit in reversed([*enumerate(chain)]):
             unit.set_modules_to_forward_prefetch(chain[index + 1 : index + 1 + config.forward_prefetch])
-        if config.backward_prefetch:
+    if config.backward_prefetch:
+        for index, unit in enumerate(chain):
             first = max(0, index - config.backward_prefetch)
             unit.set_modules_to_backward_prefetch(chain[first:index][::-1])

@@ -172,7 +172,7 @@ def policy_of(config: SyncConfig) -> Policy:
 
 
 def param_groups(model: nn.Module) -> list[Any]:
-    """Return FSDP2's parameter groups of a model, in the model's order.
+    """Return FSDP2's parameter groups of a model, in the model's order; one that several modules share, once.
 
     Raises:
         RuntimeError: torch keeps them elsewhere than the guard knows.
@@ -187,7 +187,7 @@ def param_groups(model: nn.Module) -> list[Any]:
             else:
                 _require_fields(state, ("_fsdp_param_group",))
                 groups += [group for group in [state._fsdp_param_group] if group is not None]
-    return groups
+    return list(dict.fromkeys(groups))
 
 
 def _bound(wrapper: Callable[..., None], original: Callable[..., Any], guard: UnshardGuard) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
-from families import FAMILIES, from_config, logits, make_token_ids, rotated, untie
+from families import FAMILIES, from_config, logits, make_token_ids, rotated
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -69,7 +69,6 @@ def load_sharded(source: Any, strategy: Strategy) -> tuple[RotatedModel, Any]:
     """Build a source model anew without memory, place, shard, and read it, as a run does."""
     with init_empty_weights(include_buffers=False):
         network = AutoModelForCausalLM.from_config(source.config).eval().requires_grad_(False)
-    untie(network)
     model = place(network, find_spec(network), ROTATION, QUANT, seed=0)
     effective = shard(
         network,

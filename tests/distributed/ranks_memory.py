@@ -38,7 +38,13 @@ def odd_checkpoint() -> Checkpoint:
 
 
 def odd_config(
-    strategy: str, *, params: str = "all", dtype: str = "float32", distills: bool = False, **sharding: Any
+    strategy: str,
+    *,
+    params: str = "all",
+    dtype: str = "float32",
+    distills: bool = False,
+    r1: bool = True,
+    **sharding: Any,
 ) -> Any:
     """Return a run whose smallest parameters stay whole unless told otherwise, with averages, distilling or not."""
     config = MemoryRequest(strategy).config()
@@ -46,7 +52,7 @@ def odd_config(
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, dtype=ModelDtype[dtype]),
-        rotation=RotationConfig("learned", r1=True, r2=True, init=RotationInit.random),
+        rotation=RotationConfig("learned", r1=r1, r2=True, init=RotationInit.random),
         optimizer=dataclasses.replace(config.optimizer, momentum=0.5),
         objective=objective,
         train=dataclasses.replace(config.train, params=Trainable[params]),

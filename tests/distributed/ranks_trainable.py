@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
-from ranks_families import Loaded, make_source, make_token_ids, rotated, untie
+from ranks_families import Loaded, make_source, make_token_ids, rotated
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -33,7 +33,6 @@ def place_sharded(source: Any, strategy: Strategy, params: Trainable) -> Rotated
     """Build a source model anew without memory, place, choose what is trained, shard, read and prepare it."""
     with init_empty_weights(include_buffers=False):
         network = AutoModelForCausalLM.from_config(source.config).eval().requires_grad_(False)
-    untie(network)
     model = place(network, find_spec(network), ROTATION, QUANT, seed=0)
     train_also(model, params)
     shard(

@@ -26,6 +26,10 @@ TWO: dict[str, dict[str, Any]] = {
     "zero2, norms": {"strategy": "zero2", "params": "rotations_and_norms"},
     "zero2_master": {"strategy": "zero2_master", "bucket_mib": 0.01},
     "zero2_master in bf16": {"strategy": "zero2_master", "dtype": "bfloat16"},
+    "no_shard, tied": {"strategy": "no_shard", "r1": False},
+    "full, tied, distilling": {"strategy": "full", "r1": False, "distills": True},
+    "zero2, tied": {"strategy": "zero2", "r1": False},
+    "zero2_master, tied": {"strategy": "zero2_master", "r1": False},
     "zero2_master, distilling": {"strategy": "zero2_master", "distills": True},
 }
 FOUR: dict[str, dict[str, Any]] = {
@@ -34,6 +38,14 @@ FOUR: dict[str, dict[str, Any]] = {
     "hybrid_zero2": {"strategy": "hybrid_zero2"},
     "zero2_master": {"strategy": "zero2_master"},
 }
+TIED = {
+    "no_shard": "no_shard, tied",
+    "full": "full, tied, distilling",
+    "zero2": "zero2, tied",
+    "zero2_master": "zero2_master, tied",
+}
+"""Those whose head stays tied, by their strategy."""
+
 CASES = [(2, name) for name in TWO] + [(4, name) for name in FOUR]
 Found = dict[str, dict[str, Any]]
 
@@ -75,7 +87,24 @@ def test_strategies_divide_what_they_say(results: dict[int, list[Found]]) -> Non
     assert held["zero2_master in bf16"]["master"] == master["master"]
     assert held["zero2"]["gathered"] == 2 * held["zero2, gathered in bf16"]["gathered"] > whole["weights"]
     assert full["gathered"] == 0
-    assert held["full, distilling"]["teacher"] == full["weights"] + full["heads"] + full["buffers"]
+    assert held["full, distilling"]["teacher"] == full["weights"] + full["heads"] // 2 + full["buffers"]
+
+
+def test_a_head_that_stays_tied_is_held_once_with_all_that_training_adds(results: dict[int, list[Found]]) -> None:
+    """The model of these runs is tied; R1 parts its head from the embedding, and without R1 it is one weight."""
+    for strategy in ("no_shard", "full", "zero2", "zero2_master"):
+        tied, parted = (results[2][0][name]["kinds"] for name in (TIED[strategy], strategy))
+        heads = parted["heads"] // 2
+        assert tied["heads"] == heads
+        assert parted["gradients"] - tied["gradients"] == heads
+        saved = {kind: parted[kind] - tied[kind] for kind in ("moments", "shadows", "master", "gathered")}
+        rotations = parted["bank_gradients"] - tied["bank_gradients"]
+        share = heads // 2 if strategy == "zero2_master" else heads
+        assert saved["moments"] == pytest.approx(2 * share, rel=0.02)
+        assert saved["shadows"] - rotations == pytest.approx(share, rel=0.02)
+        assert saved["master"] == pytest.approx(share if strategy == "zero2_master" else 0, rel=0.02)
+        assert saved["gathered"] == (2 * heads if strategy == "zero2" else 0)
+    assert results[2][0][TIED["full"]]["kinds"]["teacher"] == results[2][0]["full, distilling"]["kinds"]["teacher"]
 
 
 def test_ranks_with_fewer_rows_have_smaller_moments(results: dict[int, list[Found]]) -> None:

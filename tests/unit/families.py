@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rotexp.config import QuantConfig, RotationConfig
@@ -185,14 +185,6 @@ def from_config(config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 
     return model
 
 
-def untie(model: Any) -> None:
-    """Give the head a weight of its own."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head.weight is embedding.weight:
-        head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
-    model.config.tie_word_embeddings = False
-
-
 def rotated(
     source: Any,
     rotation: RotationConfig | None = None,
@@ -203,7 +195,6 @@ def rotated(
 ) -> RotatedModel:
     """Return a copy of a source model with rotations and quantizers placed; `ready` also prepares it."""
     network = copy.deepcopy(source)
-    untie(network)
     model = place(network, find_spec(network), rotation or RotationConfig(), quant or QuantConfig(), seed=seed)
     if ready:
         prepare(model)

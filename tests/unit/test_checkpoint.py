@@ -87,17 +87,6 @@ def test_logits_equal_those_of_from_pretrained_bit_for_bit(
     assert not any(parameter.requires_grad for parameter in network.parameters())
 
 
-def test_a_tied_head_is_read_from_the_embedding_and_then_its_own(saved: Saved) -> None:
-    checkpoint = opened(saved(tie_word_embeddings=True))
-    assert checkpoint.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
-    network = built(checkpoint)
-    assert torch.equal(network.lm_head.weight, network.model.embed_tokens.weight)
-    assert network.lm_head.weight is not network.model.embed_tokens.weight
-    network.lm_head.weight.zero_()
-    assert network.model.embed_tokens.weight.abs().max() > 0
-    assert network.config.tie_word_embeddings is False
-
-
 def test_an_untied_head_has_no_alias(saved: Saved) -> None:
     assert opened(saved(tie_word_embeddings=False)).aliases == {}
 
