@@ -1,15 +1,17 @@
-"""Models in GGUF files: dequantized by transformers, every tensor accounted for, the quantized ones with their type."""
+"""Models in GGUF files: dequantized tensor by tensor, all of them accounted for, the quantized ones with their type."""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,36 +26,70 @@ READ_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, NotI
 
 @dataclass(frozen=True)
 class GGUFWeights:
-    """A GGUF file, dequantized by transformers to float32 when first read."""
+    """A GGUF file whose tensors are dequantized to float32 as transformers does it, each when it is read.
+
+    Attributes:
+        parts: the tensors of the file that make each parameter, in their order.
+        stored: the shape of each parameter that is stored.
+        coarse: the parameters that are stored quantized, and the ggml type of each (`Q4_1`).
+        architecture: what the file says of its model.
+        config: the Hugging Face config's values; transformers' processors of tensors find counts of heads there.
+    """
 
     file: Path
+    parts: dict[str, tuple[str, ...]]
+    stored: dict[str, Shape]
+    coarse: dict[str, str]
+    architecture: str
+    config: dict[str, Any]
 
     @cached_property
-    def _tensors(self) -> dict[str, Tensor]:
-        from transformers import AutoModelForCausalLM
-
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                self.file.parent, gguf_file=self.file.name, dtype=torch.float32, trust_remote_code=False
-            )
-        except READ_ERRORS as error:
-            raise _unreadable(self.file, error) from None
-        return dict(model.state_dict())
+    def _tensors(self) -> dict[str, Any]:
+        """What the reader says of each tensor; the values stay in the file, mapped into memory."""
+        return {tensor.name: tensor for tensor in _open(self.file).tensors}
 
     def shapes(self) -> dict[str, Shape]:
-        """Return the shape of every tensor."""
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        """Return the shape of every parameter that is stored."""
+        return self.stored
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """Return rows of one tensor, on the host."""
-        return self._tensors[name][rows]
+        """Return rows of one parameter, float32, on the host; the rest of it is dequantized and dropped.
+
+        Raises:
+            ValueError: it does not come out in its shape.
+        """
+        whole = self._dequantize(name)
+        if tuple(whole.shape) != self.stored[name]:
+            reason = f"{name} comes out as {list(whole.shape)}, not {list(self.stored[name])}"
+            raise _unreadable(self.file, ValueError(reason))
+        return torch.from_numpy(np.asarray(whole[rows]).copy())
+
+    def _dequantize(self, name: str) -> Any:
+        """Return one whole parameter, as transformers orders it (Llama's queries and keys lie permuted in a file)."""
+        from gguf import dequantize
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+        kind: Any = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)
+        processor = kind(config=self.config)
+        found: dict[str, Any] = {}
+        for part in self.parts[name]:
+            tensor = self._tensors[part]
+            processed = processor.process(
+                weights=dequantize(tensor.data, tensor.tensor_type),
+                name=part,
+                tensor_key_mapping={part.removesuffix(".weight"): name},
+                parsed_parameters={"tensors": found},
+            )
+            if processed.name is not None:  # else it is among what was found: a half of fused experts
+                found[name] = processed.weights
+        return found[name]
 
     def release(self) -> None:
-        """Let go of the dequantized tensors; the file is read again when one is asked for."""
+        """Let go of the file; it is opened again when a tensor is asked for."""
         vars(self).pop("_tensors", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"file": self.file}
+        return {key: value for key, value in vars(self).items() if key != "_tensors"}
 
 
 def require_packages(*, name: str) -> None:
@@ -81,37 +117,80 @@ def read_gguf_config(file: Path) -> Any:
         raise _unreadable(file, error) from None
 
 
-def coarse_parameters(file: Path, parameters: Iterable[str], *, tied: str | None) -> dict[str, str]:
-    """Return which parameters a GGUF file stores quantized, and the ggml type of each (`Q4_1`).
+def open_gguf(
+    file: Path, parameters: Mapping[str, Shape], *, tied: str | None, config: Mapping[str, Any]
+) -> GGUFWeights:
+    """Find the tensors of every parameter in a GGUF file; of its values none are read but a row of each type.
 
     transformers passes over tensors that it does not know and leaves parameters random that it does not find, so both
     are refused here.
 
     Args:
-        parameters: the names of the model's parameters.
+        parameters: the names and shapes of the model's parameters.
         tied: the parameter that may be absent (the head of a model with tied embeddings).
+        config: the Hugging Face config's values.
 
     Raises:
-        ValueError: a parameter is not in the file, or a tensor of the file is no parameter's; each is named.
+        ValueError: a parameter is not in the file, or a tensor of the file is no parameter's, each is named; or its
+            values are of a type that cannot be dequantized.
     """
-    types, tensor_names = _read_names(file)
-    stored = {name: tensor_names(name) for name in parameters}
-    missing = [name for name, tensors in stored.items() if name != tied and not types.keys() >= set(tensors)]
-    unknown = sorted(types.keys() - {tensor for tensors in stored.values() for tensor in tensors})
+    reader = _open(file)
+    architecture, tensor_names = _read_names(file, reader)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    parts = {name: tensor_names(name) for name in parameters}
+    missing = [name for name, names in parts.items() if name != tied and not tensors.keys() >= set(names)]
+    unknown = sorted(tensors.keys() - {tensor for names in parts.values() for tensor in names})
     named = (("missing", missing), ("not understood by transformers", unknown))
     if faults := [f"{fault}: {', '.join(names)}" for fault, names in named if names]:
         raise ValueError(f"model.path={file}: {'; '.join(faults)}; give the model as safetensors")
-    held = {name: {types[tensor] for tensor in tensors if tensor in types} for name, tensors in stored.items()}
-    grids = {name: "+".join(sorted(kinds - EXACT_TYPES)) for name, kinds in held.items()}
-    return {name: grid for name, grid in grids.items() if grid}
+    _check_types(file, tensors.values())
+    held = {name: [tensors[part] for part in names] for name, names in parts.items() if tensors.keys() >= set(names)}
+    return GGUFWeights(
+        file,
+        {name: parts[name] for name in held},
+        {name: _shape(of, parameters[name]) for name, of in held.items()},
+        {name: grid for name, of in held.items() if (grid := _grid(of))},
+        architecture,
+        dict(config),
+    )
 
 
-def _read_names(file: Path) -> tuple[dict[str, str], Callable[[str], list[str]]]:
-    """Return the type of each of the file's tensors, and a function from a parameter to its tensors' names."""
-    from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
+def _check_types(file: Path, tensors: Iterable[Any]) -> None:
+    """Dequantize a row of each type, so that none fails later."""
+    from gguf import dequantize
 
     try:
-        reader = GGUFReader(file)
+        for tensor in {tensor.tensor_type: tensor for tensor in tensors}.values():
+            dequantize(tensor.data[:1], tensor.tensor_type)
+    except READ_ERRORS as error:
+        raise _unreadable(file, error) from None
+
+
+def _shape(tensors: list[Any], expected: Shape) -> Shape:
+    """Return a parameter's shape if it is stored in as many numbers, or else that of the first tensor as it is."""
+    stored = [tuple(int(size) for size in reversed(tensor.shape)) for tensor in tensors]
+    return expected if sum(map(math.prod, stored)) == math.prod(expected) else stored[0]
+
+
+def _grid(tensors: list[Any]) -> str:
+    """Return the types in which tensors are stored quantized; empty where none are."""
+    return "+".join(sorted({tensor.tensor_type.name for tensor in tensors} - EXACT_TYPES))
+
+
+def _open(file: Path) -> Any:
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(file)
+    except READ_ERRORS as error:
+        raise _unreadable(file, error) from None
+
+
+def _read_names(file: Path, reader: Any) -> tuple[str, Callable[[str], tuple[str, ...]]]:
+    """Return a file's architecture, and a function from a parameter to its tensors' names."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    try:
         architecture = reader.fields["general.architecture"].contents()
         num_layers = reader.fields[f"{architecture}.block_count"].contents()
         key = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
@@ -119,15 +198,15 @@ def _read_names(file: Path) -> tuple[dict[str, str], Callable[[str], list[str]]]
         raise _unreadable(file, error) from None
     renamed = get_tensor_name_map(key, num_layers)
 
-    def tensor_names(parameter: str) -> list[str]:
+    def tensor_names(parameter: str) -> tuple[str, ...]:
         stem, dot, suffix = parameter.rpartition(".")
         if suffix not in ("weight", "bias"):  # fused experts are parameters of a module without linears
             stem, dot, suffix = parameter, ".", "weight"
         parts = [stem.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
         names = parts if stem.endswith("experts.gate_up_proj") else [stem]
-        return [f"{renamed.get_name(name) or name}{dot}{suffix}" for name in names]
+        return tuple(f"{renamed.get_name(name) or name}{dot}{suffix}" for name in names)
 
-    return {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}, tensor_names
+    return architecture, tensor_names
 
 
 def _unreadable(file: Path, error: Exception) -> ValueError:

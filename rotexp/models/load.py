@@ -23,10 +23,10 @@ from rotexp.models.checkpoint import (
     Weights,
     folder_weights,
 )
-from rotexp.models.gguf import GGUFWeights, coarse_parameters, read_gguf_config, require_packages
+from rotexp.models.gguf import open_gguf, read_gguf_config, require_packages
 from rotexp.models.hf_config import read_config
 from rotexp.models.hub import fetch_description, fetch_weights
-from rotexp.models.structure import build_network, fit, read_structure
+from rotexp.models.structure import Structure, build_network, fit, read_structure
 
 
 def _shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
@@ -65,19 +65,10 @@ def open_checkpoint(model: ModelConfig, *, seed: int) -> Checkpoint:
     found = _find(model)
     structure = read_structure(found.config, identity=found.identity)
     if model.source is ModelSource.random:
-        weights = RandomWeights(structure.shapes, seed)
-        return Checkpoint(found.identity, structure.config, weights, str(found.tokenizer))
-    coarse: dict[str, str] = {}
-    if found.is_gguf:
-        coarse = coarse_parameters(found.place, structure.shapes, tied=structure.head if structure.tied else None)
-    return fit(
-        structure,
-        _weights(found),
-        identity=found.identity,
-        tokenizer=found.tokenizer,
-        revision=found.revision,
-        coarse=coarse,
-    )
+        drawn = RandomWeights(structure.shapes, seed)
+        return Checkpoint(found.identity, structure.config, drawn, str(found.tokenizer))
+    weights = _weights(found, structure)
+    return fit(structure, weights, identity=found.identity, tokenizer=found.tokenizer, revision=found.revision)
 
 
 def open_structure(model: ModelConfig) -> Checkpoint:
@@ -256,12 +247,13 @@ def _random_config(model: ModelConfig) -> Any:
     return LlamaConfig(max_position_embeddings=8192, tie_word_embeddings=False, **shape)
 
 
-def _weights(found: _Found) -> Weights:
+def _weights(found: _Found, structure: Structure) -> Weights:
     """Return the weights of a model of which it is known that it can be used; those of the hub are fetched now."""
     if found.revision is not None:
         return folder_weights(fetch_weights(found.identity, revision=found.revision))
     if found.place.is_dir():
         return folder_weights(found.place)
     if found.is_gguf:
-        return GGUFWeights(found.place)
+        tied = structure.head if structure.tied else None
+        return open_gguf(found.place, structure.shapes, tied=tied, config=structure.config.to_dict())
     return FILES[found.place.suffix]((found.place,))

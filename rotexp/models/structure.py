@@ -12,6 +12,7 @@ from accelerate import init_empty_weights
 
 from rotexp.models.arch import find_spec, untie
 from rotexp.models.checkpoint import Checkpoint, Shape, Source, Weights, check_names
+from rotexp.models.gguf import GGUFWeights
 from rotexp.models.hf_config import language_config
 from rotexp.models.names import find_sources, language_tensors, stored_shapes
 
@@ -81,7 +82,6 @@ def fit(
     identity: str,
     tokenizer: Path,
     revision: str | None = None,
-    coarse: dict[str, str] | None = None,
 ) -> Checkpoint:
     """Find every parameter among the weights.
 
@@ -100,7 +100,9 @@ def fit(
     checkpoint = Checkpoint(identity, structure.config, weights, str(tokenizer), revision, aliases)
     if structure.tied and _holds_equal(checkpoint, structure.head, structure.embedding, structure.shapes):
         aliases[structure.head] = sources[structure.embedding]
-    return replace(checkpoint, dtype=_own_dtype(structure, checkpoint), coarse=coarse or {})
+    if isinstance(weights, GGUFWeights):
+        return replace(checkpoint, dtype=torch.float32, coarse=weights.coarse)
+    return replace(checkpoint, dtype=_own_dtype(structure, checkpoint))
 
 
 def _holds_equal(checkpoint: Checkpoint, name: str, other: str, shapes: dict[str, Shape]) -> bool:

@@ -1,4 +1,4 @@
-"""A run without R1 trains a tied head and its embedding as one weight on two ranks; it resumes, exports and measures."""
+"""A run without R1 trains a tied head and its embedding as one weight on two ranks, and resumes and exports it so."""
 
 from __future__ import annotations
 

@@ -328,6 +328,9 @@ def test_smollm2_from_gguf_equals_transformers() -> None:
     network = built(checkpoint)
     file = Path(checkpoint.tokenizer)
     reference: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    expected = dict(reference.named_parameters())
+    assert checkpoint.weights.shapes().keys() == expected.keys()
+    assert all(torch.equal(checkpoint.read(name), parameter) for name, parameter in expected.items())
     prompt = load_tokenizer(checkpoint)("The capital of France is", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         logits = network(prompt).logits

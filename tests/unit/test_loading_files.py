@@ -3,20 +3,16 @@
 import json
 import logging
 import pickle
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import huggingface_hub
 import hydra
-import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Type
 from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -553,127 +549,3 @@ def test_weights_of_an_unsupported_model_are_not_fetched(
     repository = hub(folder)
     assert refusal("some/model").startswith("model_type=gpt2: ")
     assert "model.safetensors" not in repository.fetched()
-
-
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def gguf_name(name: str) -> str:
-    name = re.sub(r"^model\.layers\.", "blk.", name)
-    for ours, theirs in GGUF_NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
-
-
-def write_gguf(
-    file: Path, *, architecture: str = "qwen2", tied: bool = False, extra: tuple[str, ...] = (), lost: str = ""
-) -> None:
-    """Write a random model of one layer; linears as Q4_1, values as Q8_0, embedding and head as F16, norms as F32."""
-    writer = gguf.GGUFWriter(file, architecture)
-    writer.add_name("small")
-    for add, value in (
-        (writer.add_context_length, 64),
-        (writer.add_block_count, 1),
-        (writer.add_embedding_length, 32),
-        (writer.add_feed_forward_length, 64),
-        (writer.add_head_count, 4),
-        (writer.add_head_count_kv, 2),
-        (writer.add_vocab_size, 61),
-    ):
-        add(value)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    shapes = {name: shape for name, shape in gguf_shapes(architecture).items() if name != lost}
-    generator = np.random.default_rng(0)
-    for name, shape in (shapes | dict.fromkeys(extra, (4,))).items():
-        if tied and name == "output.weight":
-            continue
-        data, kind = generator.normal(size=shape).astype(np.float32), grid_of(name)
-        writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def grid_of(name: str) -> Type:
-    if name.endswith("bias") or "norm" in name or "rope" in name:
-        return Type.F32
-    if name.startswith(("token_embd", "output")):
-        return Type.F16
-    return Type.Q8_0 if "attn_v" in name else Type.Q4_1
-
-
-def gguf_shapes(architecture: str) -> dict[str, tuple[int, ...]]:
-    from transformers import Qwen2Config
-
-    config: Any = Qwen2Config if architecture == "qwen2" else LlamaConfig
-    shape = SHAPE | {"intermediate_size": 64, "num_hidden_layers": 1}
-    model = AutoModelForCausalLM.from_config(config(**shape, tie_word_embeddings=False))
-    return {gguf_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_gguf_file_equals_transformers_and_names_its_grids(tmp_path: Path, architecture: str, tied: bool) -> None:
-    file = tmp_path / "model.gguf"
-    write_gguf(file, architecture=architecture, tied=tied)
-    checkpoint = opened(file)
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
-    assert_equals_transformers(checkpoint, reference)
-    layer = "model.layers.0"
-    linears = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj")
-    q4_1 = {f"{layer}.{name}.weight": "Q4_1" for name in (*linears, "mlp.down_proj")}
-    assert checkpoint.coarse == q4_1 | {f"{layer}.self_attn.v_proj.weight": "Q8_0"}
-    model = resolve_model(asked(file, dtype=ModelDtype.auto), checkpoint)
-    assert model.dtype is ModelDtype.float32
-    assert summarize_model(model, checkpoint)["coarse"] == {"Q4_1": 6, "Q8_0": 1}
-
-
-def test_gguf_tensors_that_transformers_would_pass_over_are_refused(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "model.gguf", architecture="llama", extra=("rope_freqs.weight",))
-    message = refusal(tmp_path / "model.gguf")
-    assert "not understood by transformers: rope_freqs.weight; give the model as safetensors" in message
-
-
-def test_parameters_that_a_gguf_file_lacks_are_refused(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "model.gguf", lost="blk.0.ffn_up.weight")
-    assert "missing: model.layers.0.mlp.up_proj.weight; give" in refusal(tmp_path / "model.gguf")
-
-
-@pytest.mark.parametrize("content", [b"", b"GGUF", b"no GGUF at all" * 9])
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(content)
-    assert refusal(file).startswith(f"model.path={file}: transformers cannot read this GGUF file (")
-
-
-def test_a_truncated_gguf_file_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    write_gguf(file)
-    file.write_bytes(file.read_bytes()[:-4000])
-    assert refusal(file).startswith(f"model.path={file}: transformers cannot read this GGUF file (")
-
-
-def test_a_gguf_architecture_that_transformers_cannot_read_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(file, "plamo")
-    writer.add_name("small")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert "plamo" in refusal(file)
