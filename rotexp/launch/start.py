@@ -70,20 +70,31 @@ def check_machine(config: Config) -> None:
     """Refuse what this machine or this torch cannot do.
 
     Raises:
-        ValueError: CPU offload without an accelerator, or a guard that this torch was not tested with.
+        ValueError: CPU offload without an accelerator, or a torch whose private parts are not those that the guard or
+            the sharding stands on.
     """
     if config.sharding.cpu_offload:
         from torch.cuda import is_available
 
         if not is_available():
             raise ValueError("sharding.cpu_offload=true: must be false without an accelerator; leave it out")
+    try:
+        _check_torch(config)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_torch(config: Config) -> None:
     if config.sync_mode.mode is not SyncMode.off:
         from rotexp.sync.guard import check_torch
 
-        try:
-            check_torch()
-        except RuntimeError as error:
-            raise ValueError(str(error)) from None
+        check_torch(config.sync_mode.mode)
+    strategy = config.sharding.strategy
+    if not strategy.keeps_weights_whole:
+        from rotexp.sync.internals import DIVISION, TESTED_RANGE, check_internals
+
+        remedy = f"use sharding=no_shard, or torch {TESTED_RANGE}"
+        check_internals(DIVISION, key=f"sharding={strategy.name}", remedy=remedy)
 
 
 def _run(config: Config, inputs: Any, folder: Path, *, world_size: int, stop: StopRequest) -> None:

@@ -21,12 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from rotexp.config import SyncConfig, SyncMode
-
-TESTED_TORCH = ((2, 11), (2, 14))
-"""The guard was tested from the first version up to, without, the second."""
-
-GROUP_FIELDS = ("_all_gather_result", "_training_state", "device_handle", "comm_ctx")
-"""The private fields of a parameter group that the guard reads."""
+from rotexp.sync.internals import GUARD, STREAMS, TESTED_RANGE, TESTED_TORCH, check_internals
 
 
 @dataclass(frozen=True)
@@ -69,14 +64,9 @@ class UnshardGuard:
         return len(self._policies)
 
     def manage(self, model: nn.Module, config: SyncConfig) -> int:
-        """Guard the parameter groups of a sharded model, merging with what they have, and return how many there are.
-
-        Raises:
-            RuntimeError: a private field of torch's that the guard needs is missing.
-        """
+        """Guard the parameter groups of a sharded model, merging with what they have, and return how many there are."""
         policy, groups = policy_of(config), param_groups(model)
         for group in groups:
-            _require_fields(group, GROUP_FIELDS)
             known = self._policies.get(group)
             self._policies[group] = policy if known is None else known.merged(policy)
         return len(groups)
@@ -125,20 +115,16 @@ def install(model: nn.Module, config: SyncConfig) -> UnshardGuard | None:
         The guard, or None for `sync_mode=off`, which touches nothing.
 
     Raises:
-        RuntimeError: torch's version is outside the tested range, or a private field is missing.
+        RuntimeError: torch's version is outside the tested range, or what the guard needs of it is another.
     """
     if config.mode is SyncMode.off:
         return None
-    check_torch()
+    check_torch(config.mode)
     guard = installed()
     if guard is None:
         guard = UnshardGuard()
         guard._wrap()
-    try:
-        guard.manage(model, config)
-    except RuntimeError:
-        guard.remove()
-        raise
+    guard.manage(model, config)
     return guard
 
 
@@ -149,18 +135,17 @@ def installed() -> UnshardGuard | None:
     return guard
 
 
-def check_torch(version: str = torch.__version__) -> None:
+def check_torch(mode: SyncMode, version: str = torch.__version__) -> None:
     """Refuse a torch the guard was not tested with.
 
     Raises:
-        RuntimeError: naming the version and what is missing.
+        RuntimeError: naming mode and version, and what is missing or has another signature.
     """
-    first, last = TESTED_TORCH
     major, minor = (int(part) for part in version.split(".")[:2])
-    if not first <= (major, minor) < last:
-        tested = f"{first[0]}.{first[1]} up to {last[0]}.{last[1]}"
-        raise RuntimeError(f"sync_mode: torch {version} is outside the tested range ({tested}); use sync_mode=off")
-    _require_fields(_fsdp_param_group.FSDPParamGroup, ("wait_for_unshard", "reshard"))
+    key, remedy = f"sync_mode={mode.name}", f"use sync_mode=off, or torch {TESTED_RANGE}"
+    if not TESTED_TORCH[0] <= (major, minor) < TESTED_TORCH[1]:
+        raise RuntimeError(f"{key}: torch {version} is outside the tested range; {remedy}")
+    check_internals(GUARD, key=key, remedy=remedy)
 
 
 def policy_of(config: SyncConfig) -> Policy:
@@ -172,21 +157,14 @@ def policy_of(config: SyncConfig) -> Policy:
 
 
 def param_groups(model: nn.Module) -> list[Any]:
-    """Return FSDP2's parameter groups of a model, in the model's order; one that several modules share, once.
-
-    Raises:
-        RuntimeError: torch keeps them elsewhere than the guard knows.
-    """
+    """Return FSDP2's parameter groups of a model, in the model's order; one that several modules share, once."""
     groups = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            _require_fields(module, ("_get_fsdp_state",))
             state: Any = module._get_fsdp_state()
-            if hasattr(state, "_fsdp_param_groups"):
-                groups += state._fsdp_param_groups
-            else:
-                _require_fields(state, ("_fsdp_param_group",))
-                groups += [group for group in [state._fsdp_param_group] if group is not None]
+            # Older torch: one group a state, or none.
+            owned = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+            groups += [group for group in owned if group is not None]
     return list(dict.fromkeys(groups))
 
 
@@ -199,13 +177,6 @@ def _bound(wrapper: Callable[..., None], original: Callable[..., Any], guard: Un
 
     method.unshard_guard = guard  # type: ignore[attr-defined]
     return method
-
-
-def _require_fields(owner: Any, names: tuple[str, ...]) -> None:
-    missing = [name for name in names if not hasattr(owner, name)]
-    if missing:
-        kind = owner.__name__ if isinstance(owner, type) else type(owner).__name__
-        raise RuntimeError(f"sync_mode: torch {torch.__version__} has no {kind}.{missing[0]}; use sync_mode=off")
 
 
 def _wait_for_compute(group: Any) -> None:
@@ -234,6 +205,5 @@ def _hold_free(group: Any) -> None:
 def _consumer_streams(group: Any) -> list[Any]:
     handle = group.device_handle
     streams = [handle.default_stream()] if hasattr(handle, "default_stream") else []
-    names = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream")
-    streams += [getattr(group.comm_ctx, name) for name in names if hasattr(group.comm_ctx, name)]
+    streams += [getattr(group.comm_ctx, name) for name in STREAMS if hasattr(group.comm_ctx, name)]
     return [stream for stream in streams if stream != handle.current_stream()]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from rotexp.models import tiny
@@ -228,6 +229,18 @@ def test_a_folder_that_holds_a_run_is_refused_if_it_is_done_or_must_not_be_conti
     assert capsys.readouterr().err == f"rotexp: {expected}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
     assert (tmp_path / "summary.json").read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize(
+    ("argument", "method"), [("sync_mode=universal", "wait_for_unshard"), ("sharding=full", "_init_mp_dtypes")]
+)
+def test_a_torch_whose_private_methods_take_something_else_is_refused_before_a_model_is_looked_for(
+    refusal: Refusal, monkeypatch: pytest.MonkeyPatch, argument: str, method: str
+) -> None:
+    monkeypatch.setattr(FSDPParamGroup, method, lambda self, stream: None)
+    line = refusal(argument, "model.path=/nowhere")
+    taken = f"torch {torch.__version__} has FSDPParamGroup.{method}(self, stream), not {method}(self); "
+    assert line.startswith(f"{argument}: {taken}")
 
 
 def test_training_nothing_is_refused(refusal: Refusal, tmp_path: Path) -> None:
