@@ -236,34 +236,38 @@ def find_spec(model: nn.Module) -> ArchSpec:
     Raises:
         ValueError: no family has this structure, or a parameter of the model is not accounted for; it is named.
     """
-    model_type: str = _config(model).model_type
-    declared = [spec for spec in FAMILIES if model_type in spec.model_types]
+    kind = model_type(model)
+    declared = [spec for spec in FAMILIES if kind in spec.model_types]
     candidates = declared or [spec for spec in FAMILIES if _has_structure(model, spec)]
     if not candidates:
         known = sorted(name for spec in FAMILIES for name in spec.model_types)
         raise ValueError(
-            f"model_type={model_type}: this architecture is not supported, and no supported one has its structure; "
+            f"model_type={kind}: this architecture is not supported, and no supported one has its structure; "
             f"supported: {', '.join(known)}"
         )
     _check_experts(model, candidates[0])
     gaps = [check_coverage(model, spec) for spec in candidates]
     if all(gaps):
-        raise ValueError(f"model_type={model_type}: {min(gaps, key=len)[0]}")
+        raise ValueError(f"model_type={kind}: {min(gaps, key=len)[0]}")
     return candidates[gaps.index([])]
 
 
 def _check_experts(model: nn.Module, spec: ArchSpec) -> None:
     """Refuse experts of which nobody has looked at what they compute."""
-    model_type = _config(model).model_type
+    kind = model_type(model)
     sparse = any(present(layer, [spec.experts or ""]) for layer in decoder_layers(model, spec))
-    if sparse and model_type not in EXPERT_TYPES:
-        raise ValueError(
-            f"model_type={model_type}: these experts are not supported; supported: {', '.join(EXPERT_TYPES)}"
-        )
+    if sparse and kind not in EXPERT_TYPES:
+        raise ValueError(f"model_type={kind}: these experts are not supported; supported: {', '.join(EXPERT_TYPES)}")
 
 
 def _config(model: Any) -> Any:
     return model.config
+
+
+def model_type(model: nn.Module) -> str:
+    """Return what a model's Hugging Face config calls its family."""
+    kind: str = _config(model).model_type
+    return kind
 
 
 def _has_structure(model: nn.Module, spec: ArchSpec) -> bool:
@@ -387,7 +391,12 @@ def _handled(module: nn.Module) -> list[str]:
 
 
 def r1_obstacle(model: nn.Module, spec: ArchSpec) -> str | None:
-    """Return why no rotation can act on the residual stream of a model, or None if one can."""
+    """Return why no rotation can act on the residual stream of a model, whose type is named, or None if one can."""
+    obstacle = _r1_obstacle(model, spec)
+    return None if obstacle is None else f"model_type={model_type(model)}: {obstacle}"
+
+
+def _r1_obstacle(model: nn.Module, spec: ArchSpec) -> str | None:
     config = _config(model)
     for attribute, value, reason in spec.obstacles:
         if getattr(config, attribute, None) == value:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rotexp.models.arch import ArchSpec, decoder_layers, embedding_name, head_name, present
+from rotexp.models.arch import ArchSpec, decoder_layers, embedding_name, head_name, model_type, present
 from rotexp.sharding.shards import local_rows, reshard, row_slice, whole
 
 PROBE_TOLERANCE = 1e-4
@@ -144,15 +144,21 @@ def norm_readers(model: nn.Module, spec: ArchSpec) -> list[NormReaders]:
     return found
 
 
-def norm_kinds(groups: list[NormReaders], width: int) -> dict[str, NormKind]:
-    """Return the kind of each norm, by name.
+def norm_kinds(model: nn.Module, spec: ArchSpec) -> dict[str, NormKind]:
+    """Return the kind of each norm before a reader, by name.
 
     Raises:
-        ValueError: a norm is of no kind that can be folded, or some subtract the mean and some do not.
+        ValueError: a norm is of no kind that can be folded, or some subtract the mean and some do not; the model's type
+            is named.
     """
-    kinds = {group.name: probe_norm(group.norm, width, name=group.name) for group in groups}
+    width = model.get_parameter(f"{embedding_name(model)}.weight").shape[1]
+    try:
+        kinds = {group.name: probe_norm(group.norm, width, name=group.name) for group in norm_readers(model, spec)}
+    except ValueError as error:
+        raise ValueError(f"model_type={model_type(model)}: {error}") from None
     if len({kind.centred for kind in kinds.values()}) > 1:
-        raise ValueError("some of the norms subtract the mean and some do not, so R1 cannot pass them")
+        reason = "some of the norms subtract the mean and some do not, so R1 cannot pass them"
+        raise ValueError(f"model_type={model_type(model)}: {reason}")
     return kinds
 
 
@@ -169,9 +175,7 @@ def fold_norms(model: nn.Module, spec: ArchSpec) -> None:
         ValueError: a norm is of no kind that can be folded, or kinds are mixed.
     """
     reshard(model)
-    width = model.get_parameter(f"{embedding_name(model)}.weight").shape[1]
-    groups = norm_readers(model, spec)
-    kinds = norm_kinds(groups, width)
+    groups, kinds = norm_readers(model, spec), norm_kinds(model, spec)
     for group in groups:
         _fold(group, kinds[group.name])
     if kinds[groups[0].name].centred:

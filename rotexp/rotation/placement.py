@@ -107,7 +107,7 @@ class _Placer:
         if self.rotation.r1 is False:
             return None
         hidden, size = self.config.hidden_size, self.rotation.block_size
-        obstacle = r1_obstacle(self.model, self.spec) or self._norm_obstacle(hidden)
+        obstacle = r1_obstacle(self.model, self.spec) or self._norm_obstacle()
         if not self._wanted("r1", obstacle):
             return None
         if is_tied(self.model):
@@ -119,10 +119,10 @@ class _Placer:
         _check_block(size, hidden, where="the residual stream")
         return self._own("R1", (hidden // size, size, size), f"residual stream, blocks of {size}")
 
-    def _norm_obstacle(self, width: int) -> str | None:
+    def _norm_obstacle(self) -> str | None:
         """Return why some norm of the model lets no rotation pass; note which would run without subtracting means."""
         try:
-            kinds = norm_kinds(norm_readers(self.model, self.spec), width)
+            kinds = norm_kinds(self.model, self.spec)
         except ValueError as error:
             return str(error)
         self.placed.rms_norms = [name for name, kind in kinds.items() if kind.centred]

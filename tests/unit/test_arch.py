@@ -230,14 +230,14 @@ def test_the_spec_says_why_no_rotation_acts_on_a_residual_stream(name: str, obst
     model = build(ON_META[name])
     found = r1_obstacle(model, find_spec(model))
     assert (found is None) is (obstacle is None)
-    assert found is None or found.startswith(str(obstacle))
+    assert found is None or found.startswith(f"model_type={model.config.model_type}: {obstacle}")
 
 
 def test_a_head_that_reads_the_stream_without_a_norm_is_an_obstacle() -> None:
     model = build(ON_META["opt"])
     model.model.decoder.final_layer_norm = None
     found = r1_obstacle(model, OPT)
-    assert found == "its head reads the residual stream without a norm"
+    assert found == "model_type=opt: its head reads the residual stream without a norm"
 
 
 def test_embedding_and_head_are_found_whatever_they_are_called() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -141,12 +142,12 @@ def test_tied_or_not_biased_or_not_grouped_or_not(name: str, changes: dict[str, 
 def test_r1_that_cannot_exist_is_refused_if_asked_for_and_left_out_with_a_warning_if_not(
     sources: dict[str, Any], token_ids: Tensor, name: str
 ) -> None:
-    reason = FAMILIES[name].norm
-    with pytest.raises(ValueError, match=rf"rotation\.r1=true: cannot act: .*{reason}.*; set rotation\.r1=false"):
+    reason = rf"model_type={sources[name].config.model_type}: .*{FAMILIES[name].norm}"
+    with pytest.raises(ValueError, match=rf"rotation\.r1=true: cannot act: {reason}.*; set rotation\.r1=false"):
         rotated(sources[name], RotationConfig(r1=True))
     model = rotated(sources[name], RotationConfig(r1=None, r2=None, r3=None, r4=None), quant_of(name))
     assert len(model.warnings) == 1
-    assert model.warnings[0].startswith("R1 is left out: ")
+    assert re.match(rf"R1 is left out: {reason}", model.warnings[0])
     assert set(dict(model.bank.items())) == {"R2_0", "R2_1"}
     assert model.online.keys() == {"R3", "R4"}
     assert relative_error(sources[name](token_ids).logits, logits(model, token_ids)) <= EXACT

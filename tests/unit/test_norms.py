@@ -132,7 +132,7 @@ def test_folding_leaves_neutral_norms_and_the_same_model(name: str) -> None:
     source, token_ids = make_source(name), make_token_ids()
     model = rotated(source, wanted(name, "r1"), ready=False)
     groups = norm_readers(model.network, model.spec)
-    kinds = norm_kinds(groups, 48)
+    kinds = norm_kinds(model.network, model.spec)
     assert len(groups) >= 3
     fold_norms(model.network, model.spec)
     for group in groups:
@@ -159,11 +159,11 @@ def test_writers_are_centred_exactly_where_norms_subtract_means(name: str) -> No
 def test_norms_of_two_kinds_are_refused_or_r1_left_out() -> None:
     source = make_source("llama")
     source.model.layers[1].input_layernorm = nn.LayerNorm(48, bias=False)
-    with pytest.raises(ValueError, match=r"rotation\.r1=true: cannot act: some of the norms subtract the mean"):
+    with pytest.raises(ValueError, match=r"rotation\.r1=true: cannot act: model_type=llama: some of the norms"):
         rotated(source, RotationConfig(r1=True))
     model = rotated(source, RotationConfig())
     assert model.warnings == [
-        "R1 is left out: some of the norms subtract the mean and some do not, so R1 cannot pass them"
+        "R1 is left out: model_type=llama: some of the norms subtract the mean and some do not, so R1 cannot pass them"
     ]
     assert "R1" not in model.bank
     assert len(model.bank) == 2
@@ -174,12 +174,15 @@ def test_a_norm_that_cannot_be_folded_is_named_where_r1_is_refused_or_left_out()
     odd = Function(lambda x, gain: torch.tanh(x) * gain)
     odd.weight = nn.Parameter(torch.ones(48), requires_grad=False)
     source.model.layers[1].post_attention_layernorm = odd
-    with pytest.raises(
-        ValueError, match=r"cannot act: model\.layers\.1\.post_attention_layernorm: Function is neither"
-    ):
+    named = r"model_type=llama: model\.layers\.1\.post_attention_layernorm: Function is neither"
+    with pytest.raises(ValueError, match=rf"cannot act: {named}"):
         rotated(source, RotationConfig(r1=True))
     model = rotated(source, RotationConfig())
-    assert [warning.split(":")[1].strip() for warning in model.warnings] == ["model.layers.1.post_attention_layernorm"]
+    assert [warning.split(": ")[1:3] for warning in model.warnings] == [
+        ["model_type=llama", "model.layers.1.post_attention_layernorm"]
+    ]
+    with pytest.raises(ValueError, match=rf"^{named}"):
+        fold_norms(model.network, model.spec)
     token_ids = make_token_ids()
     assert relative_error(source(token_ids).logits, logits(model, token_ids)) <= 1e-5
 
