@@ -351,8 +351,10 @@ class ShardingConfig:
         reshard_after_forward: size of the smaller group to which parameters are resharded after forward (None: as the
             strategy says).
         bucket_mib: size of a bucket of the ZeRO-2 master, in MiB of float32.
-        sim_world: shard the master as rank 0 of that many ranks, in a world of one and without collectives, to see
-            memory and time; such a run trains a part of the weights and cannot be resumed.
+        sim_world: do in training what rank 0 of that many ranks would: take its share of every global batch and shard
+            the master over them, in a world of one and without collectives (and the buffer, of the rotations' size, of
+            one of them), to see memory and time; such a run trains a part of the weights and cannot be resumed. Tokens
+            and what is made of them are those of this one rank. Held-out figures take as long as in a world of one.
     """
 
     strategy: Strategy = Strategy.no_shard
@@ -370,6 +372,10 @@ class ShardingConfig:
     reshard_after_forward: int | None = None
     bucket_mib: int = 64
     sim_world: int | None = None
+
+    def ranks(self, world_size: int) -> int:
+        """Return over how many ranks a global batch and the master are split, those of a simulated world included."""
+        return self.sim_world or world_size
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from rotexp.tracking.summary import train_summary, versions
 from rotexp.tracking.tracker import open_trackers
 from rotexp.training.checkpoint import Checkpoints
 from rotexp.training.coordinator import Coordinator
-from rotexp.training.loop import train
+from rotexp.training.loop import tokens_per_step, train
 from rotexp.training.state import TrainingState
 
 PHASES = ("load", "shard", "baseline", "prepare", "hadamard", "train", "average", "save", "merge", "evaluate")
@@ -389,5 +389,5 @@ class Experiment:
 
     @property
     def tokens_per_step(self) -> int:
-        """Training tokens of one step over all ranks."""
-        return self.config.data.global_batch_size * self.config.data.sequence_length
+        """Training tokens of one step over all ranks that exist."""
+        return tokens_per_step(self.config, world_size=self.communication.world_size)

@@ -89,19 +89,21 @@ def validate_world(config: Config, *, world_size: int) -> None:
         f"set launch.nproc={minimum} or more, or sharding=no_shard",
     )
     mesh_sizes(config.sharding, world_size=world_size)
+    ranks = config.sharding.ranks(world_size)
+    named = f"{ranks} ranks" if simulated is None else f"{ranks} simulated ranks"
     require(
-        batch % world_size == 0,
+        batch % ranks == 0,
         "data.global_batch_size",
         batch,
-        f"a multiple of the {world_size} ranks",
-        "change it or launch.nproc",
+        f"a multiple of the {named}",
+        f"change it or {'launch.nproc' if simulated is None else 'sharding.sim_world'}",
     )
     micro = config.train.micro_batch_size
     require(
-        micro is None or batch // world_size % micro == 0,
+        micro is None or batch // ranks % micro == 0,
         "train.micro_batch_size",
         micro,
-        f"a divisor of {batch // world_size} (data.global_batch_size={batch} over {world_size} ranks)",
+        f"a divisor of {batch // ranks} (data.global_batch_size={batch} over {named})",
         "change one of them",
     )
 

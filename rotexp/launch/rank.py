@@ -22,7 +22,7 @@ from rotexp.config import Config
 from rotexp.experiment import Experiment
 from rotexp.inputs import Inputs
 from rotexp.signals import StopRequest, interruptible
-from rotexp.training.loop import micro_batch_size
+from rotexp.training.loop import accumulation_steps
 
 
 def run_rank(
@@ -69,7 +69,7 @@ def open_accelerator(config: Config) -> Accelerator:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     threads = config.launch.threads or max(1, (os.cpu_count() or 1) // local_ranks)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # Accelerate sets its own number where there is none
-    accumulation = config.data.global_batch_size // world_size // micro_batch_size(config, world_size=world_size)
+    accumulation = accumulation_steps(config, world_size=world_size)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),

@@ -37,12 +37,12 @@ def _memory(prefix: str, when: str) -> list[Metric]:
 
 
 METRICS = (
-    Metric("train/loss", "nats", "objective on the global batch, before the step", "min"),
+    Metric("train/loss", "nats", "objective on the global batch (or a simulated rank's share), before the step", "min"),
     Metric("train/lr", "radians or length", "learning rate of the step"),
     Metric("train/lr_weights", "", "learning rate of the step of everything that is no rotation"),
     Metric("train/num_skipped", "steps", "steps skipped so far, since their loss or gradient was not finite", "max"),
     Metric("sharding/sim_world", "ranks", "world that a run on one rank simulates: not a real training"),
-    Metric("train/tokens", "tokens", "tokens trained on so far, over all ranks"),
+    Metric("train/tokens", "tokens", "tokens trained on so far, over all ranks that exist (one of a simulated world)"),
     Metric("train/device_hours", "h", "time spent on training so far, times the ranks"),
     Metric("grad_norm/total", "", "Euclidean norm of all gradients, before clipping", "max"),
     Metric("grad_norm/rotations", "", "Euclidean norm of the rotations' gradients, before clipping", "max"),
@@ -54,7 +54,7 @@ METRICS = (
     Metric("replica/num_divergent", "rotations", "rotations that differ between ranks", "max"),
     *_memory("", "since the phase began"),
     *_memory("<phase>/", "in that phase"),
-    Metric("throughput/tokens_per_s", "tokens/s", "training tokens a second over all ranks", "mean"),
+    Metric("throughput/tokens_per_s", "tokens/s", "training tokens a second over all ranks that exist", "mean"),
     Metric("throughput/tokens_per_s_per_device", "tokens/s", "the same divided by the ranks", "mean"),
     Metric("time/step_s", "s", "one optimizer step, data to update", "mean"),
     Metric("time/data_s", "s", "waiting for data within the step", "mean"),

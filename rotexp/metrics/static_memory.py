@@ -196,7 +196,7 @@ def predict(
         bank=_bank(model, momentum=config.optimizer.momentum > 0.0),
         shards=shards,
         place=rank % shards,
-        master_world=(config.sharding.sim_world or world_size) if mastered else None,
+        master_world=config.sharding.ranks(world_size) if mastered else None,
         gathered_itemsize=_gathered_itemsize(config),
         ema=config.ema.decay is not None,
         teacher=config.train.params.weights and build(config.objective).distills,

@@ -174,10 +174,11 @@ class ZeRO2Master:
         return values
 
     def _gather(self, piece: Tensor) -> Tensor:
-        """Return the bucket of which this is a piece; of a simulated rank, the piece alone."""
+        """Return the bucket of which this is a piece; of a simulated rank it alone, in a bucket's memory."""
+        whole = piece.new_empty(self.layout.world * len(piece))
         if self.simulated:
-            return piece
-        return self.communication.all_gather(piece.new_empty(self.layout.world * len(piece)), piece)
+            return whole[: len(piece)].copy_(piece)
+        return self.communication.all_gather(whole, piece)
 
     def _by_bucket(self, flat: Tensor) -> Iterator[tuple[Bucket, Tensor]]:
         buckets = self.layout.buckets

@@ -111,7 +111,7 @@ class Coordinator:
         *means, present, mean_numbers = _split(flat, [*gradients, presence, numbers])
         for parameter, mean, somewhere in zip(parameters, means, present.tolist(), strict=True):
             parameter.grad = mean.to(parameter.dtype, copy=True) if somewhere else None
-        return mean_numbers.to(numbers.dtype)
+        return mean_numbers.to(numbers.dtype, copy=True)  # a view would keep the whole buffer
 
     def _whole_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return what is trained and neither FSDP nor the master reduces: the rotations and small ones, the others."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -37,7 +38,19 @@ Log = Callable[[int, dict[str, float]], None]
 
 def micro_batch_size(config: Config, *, world_size: int) -> int:
     """Return how many blocks a rank takes at once."""
-    return config.train.micro_batch_size or config.data.global_batch_size // world_size
+    return config.train.micro_batch_size or config.data.global_batch_size // config.sharding.ranks(world_size)
+
+
+def accumulation_steps(config: Config, *, world_size: int) -> int:
+    """Return in how many parts a rank takes its share of a global batch."""
+    share = config.data.global_batch_size // config.sharding.ranks(world_size)
+    return share // micro_batch_size(config, world_size=world_size)
+
+
+def tokens_per_step(config: Config, *, world_size: int) -> int:
+    """Return the tokens of one step over all ranks that exist, of which there is one where a world is simulated."""
+    blocks = config.data.global_batch_size // config.sharding.ranks(world_size) * world_size
+    return blocks * config.data.sequence_length
 
 
 def train(
@@ -180,13 +193,15 @@ def _loader(blocks: TokenBlocks, config: Config, accelerator: Accelerator, world
         seed=config.seed,
         first_step=first_step,
     )
+    ranks = config.sharding.ranks(world_size)
     micro = micro_batch_size(config, world_size=world_size)
     # Without a generator of its own the loader would draw from torch's stream, once a session and not once a run.
     own = torch.Generator().manual_seed(config.seed)
-    loader = DataLoader(
-        BlockDataset(blocks), batch_size=micro * world_size, sampler=sampler, drop_last=True, generator=own
-    )
-    return accelerator.prepare_data_loader(loader)
+    loader = DataLoader(BlockDataset(blocks), batch_size=micro * ranks, sampler=sampler, drop_last=True, generator=own)
+    if ranks == world_size:
+        return accelerator.prepare_data_loader(loader)
+    place: dict[str, Any] = {"device": accelerator.device, "put_on_device": True, "split_batches": True}
+    return prepare_data_loader(loader, num_processes=ranks, process_index=0, **place)
 
 
 def _refresh(model: RotatedModel, config: Config, step: int) -> None:
@@ -241,7 +256,7 @@ class _Meter:
         """Return the metrics of the step that ends now, and begin the next."""
         config, communication = self.config, self.coordinator.communication
         seconds = time.perf_counter() - self.step_began
-        tokens = config.data.global_batch_size * config.data.sequence_length
+        tokens = tokens_per_step(config, world_size=communication.world_size)
         row: dict[str, float] = {
             "train/loss": loss,
             "train/tokens": step * tokens,

@@ -340,11 +340,21 @@ def test_training_rules_do_not_bind_a_run_without_training() -> None:
     assert compose("rotation=hadamard", "quant=none").quant.name == "none"
 
 
+SIMULATED = ["train.params=all", "sharding=zero2_master"]
 WORLD_RULES = [
     (["sharding=full"], 1, "sharding.strategy=full", "2 or more ranks, not 1", "sharding=no_shard"),
     (["data.global_batch_size=3"], 2, "data.global_batch_size=3", "a multiple of the 2 ranks", "launch.nproc"),
     (["train.micro_batch_size=3"], 1, "train.micro_batch_size=3", "a divisor of 8", "change one of them"),
     (["train.micro_batch_size=8"], 2, "train.micro_batch_size=8", "a divisor of 4", "change one of them"),
+    ([*SIMULATED, "sharding.sim_world=3"], 1, "data.global_batch_size=8", "of the 3 simulated ranks", "sim_world"),
+    (
+        [*SIMULATED, "sharding.sim_world=4", "train.micro_batch_size=4"],
+        1,
+        "train.micro_batch_size=4",
+        "a divisor of 2 (data.global_batch_size=8 over 4 simulated ranks)",
+        "change one of them",
+    ),
+    ([*SIMULATED, "sharding.sim_world=2"], 2, "sharding.sim_world=2", "used in a world of one", "launch.nproc=1"),
 ]
 
 

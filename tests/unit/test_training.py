@@ -1,4 +1,4 @@
-"""The loop begins with quantizers that fit the rotations it trains."""
+"""The loop begins with quantizers that fit its rotations and feeds a rank its share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from accelerate import Accelerator
 
@@ -17,11 +18,16 @@ from rotexp.config import (
     QuantConfig,
     RotationConfig,
     RotationInit,
+    ShardingConfig,
+    Strategy,
+    Trainable,
     TrainConfig,
 )
+from rotexp.data.blocks import BlockSampler
 from rotexp.quant.fake import search_clip_ratios
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.linear import RotatedLinear
+from rotexp.rotation.trainable import train_also
 from rotexp.sharding.communication import Communication
 from rotexp.signals import StopRequest
 from rotexp.training.loop import train
@@ -67,3 +73,46 @@ def test_clip_ratios_searched_for_other_rotations_are_forgotten(llama: Factory, 
             cached = linear.weight_quantizer._clip_ratios
             fresh = search_clip_ratios(linear._rotated_weight(), spec=spec)
             assert (cached == fresh).float().mean() > 0.98  # the step moved the rotations by a millionth
+
+
+def simulating(sim_world: int | None, *, steps: int = 2) -> Config:
+    """Return a run of a small model, all of it trained."""
+    return Config(
+        data=DataConfig(name="text", sequence_length=8, global_batch_size=4),
+        rotation=RotationConfig(name="learned"),
+        optimizer=CayleySGDConfig(),
+        objective=COMPONENTS["objective"]["ce"],
+        train=TrainConfig(steps=steps, params=Trainable.all),
+        sharding=ShardingConfig(Strategy.zero2_master, sim_world=sim_world),
+    )
+
+
+def trained_rows(model: Any, config: Config, blocks: Any) -> list[dict[str, float]]:
+    """Train all of a model, and return the logged rows."""
+    train_also(model, config.train.params)
+    communication = Communication()
+    rows: list[dict[str, float]] = []
+    train(
+        TrainingState(model, config, communication=communication),
+        blocks,
+        config,
+        accelerator=Accelerator(cpu=True),
+        communication=communication,
+        teacher=None,
+        log=lambda _step, row: rows.append(row),
+        save=lambda: None,
+        stop=StopRequest(),
+    )
+    return rows
+
+
+def test_a_simulated_rank_is_fed_the_share_of_rank_0_and_counts_it(llama: Factory, rotated: Factory) -> None:
+    config = simulating(2)
+    blocks = np.random.default_rng(0).integers(0, 61, (9, 8))
+    model, fed = rotated(llama(), config.rotation, QuantConfig()), []
+    model.network.register_forward_pre_hook(lambda _network, arguments: fed.append(arguments[0].numpy()))
+    rows = trained_rows(model, config, blocks)
+    order = list(BlockSampler(len(blocks), global_batch_size=4, steps=2, seed=config.seed))
+    np.testing.assert_array_equal(np.stack(fed), blocks[[order[:2], order[4:6]]])
+    assert [row["train/tokens"] for row in rows] == [16, 32]
+    assert rows[0]["throughput/tokens_per_s"] * rows[0]["time/step_s"] == pytest.approx(16)

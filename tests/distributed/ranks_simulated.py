@@ -1,0 +1,97 @@
+"""What the ranks of the tests of a simulated world do: train, and weigh, count and note all that their rank does."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks_experiment import compose
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from rotexp.experiment import Experiment
+from rotexp.inputs import open_inputs
+from rotexp.launch.rank import open_accelerator
+
+
+class LiveTensors(TorchDispatchMode):
+    """Adds up the storages of all tensors that operations take or give, each once and as long as anything has it.
+
+    Autograd's saved tensors are in it, since a storage's Python object lives as long as the storage.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: set[int] = set()
+        self.now = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, found)):
+            if isinstance(tensor, Tensor):
+                self._hold(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return found
+
+    def _hold(self, storage: Any) -> None:
+        key = id(storage)
+        if key not in self.held:
+            self.held.add(key)
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._release, key, storage.nbytes())
+
+    def _release(self, key: int, size: int) -> None:
+        self.held.remove(key)
+        self.now -= size
+
+
+class Watched(Experiment):
+    """An experiment whose training is watched from its first tensor to its last.
+
+    Attributes:
+        found: what it fed to the network, the peak of live bytes, and after each step what was live and counted.
+    """
+
+    def train(self, model: Any) -> Any:
+        """Train, and keep what was found."""
+        live, flops = LiveTensors(), FlopCounterMode(display=False)
+        self.found: dict[str, Any] = {"token_ids": [], "steps": []}
+        log = self.log
+
+        def note(_network: nn.Module, arguments: tuple[Tensor, ...], _named: Any) -> None:
+            self.found["token_ids"].append(arguments[0].tolist())
+
+        def log_watched(row: dict[str, float]) -> None:
+            self.found["steps"].append({"live": live.now, "flops": flops.get_total_flops(), **row})
+            log(row)
+
+        watch = model.network.register_forward_pre_hook(note, with_kwargs=True)
+        self.log = log_watched  # type: ignore[method-assign]
+        with flops, live:
+            state = super().train(model)
+        self.log = log  # type: ignore[method-assign]
+        watch.remove()
+        self.found["peak"] = live.peak
+        return state
+
+
+def train_watched(cases: dict[str, list[str]], folder: str) -> dict[str, Any]:
+    """Run each case's experiment, and return what its training did on this rank."""
+    inputs = open_inputs(compose(next(iter(cases.values()))))
+    return {name: _train(overrides, inputs, Path(folder) / name) for name, overrides in cases.items()}
+
+
+def _train(overrides: list[str], inputs: Any, folder: Path) -> dict[str, Any]:
+    config = compose(overrides)
+    accelerator = open_accelerator(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(config.seed)
+    experiment = Watched(config, inputs, folder, accelerator=accelerator)
+    experiment.run()
+    accelerator.wait_for_everyone()
+    return {**experiment.found, "summary": experiment.summary}
