@@ -17,6 +17,7 @@ from rotexp.compose import config_digest, to_plain
 from rotexp.config import Config, Strategy, Trainable, TrainConfig
 from rotexp.inputs import Inputs
 from rotexp.measurements import Measurements
+from rotexp.metrics.flops import Utilization, utilization
 from rotexp.metrics.profiler import StepProfiler
 from rotexp.metrics.rotations import largest
 from rotexp.metrics.static_memory import StaticBytes, predict
@@ -44,7 +45,7 @@ from rotexp.tracking.tracker import open_trackers
 from rotexp.training.checkpoint import Checkpoints
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.loop import tokens_per_step, train
-from rotexp.training.state import TrainingState
+from rotexp.training.state import TrainingState, TrainResult
 
 PHASES = ("load", "shard", "baseline", "prepare", "hadamard", "train", "average", "save", "merge", "evaluate")
 
@@ -87,6 +88,7 @@ class Experiment:
         self.summary: dict[str, Any] = {"status": "running", "error": None}
         self.guard: UnshardGuard | None = None
         self.static: StaticBytes | None = None
+        self.utilization: Utilization | None = None
         self.measurements = Measurements(
             config,
             inputs,
@@ -293,6 +295,7 @@ class Experiment:
                 self.progress.show(step, row)
 
         profiler = self.profiler(config.train.steps - state.step)
+        self.utilization = self.find_utilization(model)
         with profiler or nullcontext(), checkpoints.completed():
             train(
                 state,
@@ -307,6 +310,7 @@ class Experiment:
                 stop=self.stop,
                 guard=self.guard,
                 profiler=profiler,
+                utilization=self.utilization,
             )
         if profiler is not None:
             self.console.print(profile_table(profiler.figures, num_steps=profiler.num_steps))
@@ -332,6 +336,26 @@ class Experiment:
             return None
         return StepProfiler(self.folder, rank=self.communication.rank, steps=steps)
 
+    def find_utilization(self, model: RotatedModel) -> Utilization:
+        """Return how a device's speed becomes its utilization, and say so where that cannot be known."""
+        found = utilization(
+            model,
+            tokens=self.config.data.sequence_length,
+            weights_trained=self.config.train.params is Trainable.all,
+            device=self.device,
+            dtype=self.compute_dtype,
+        )
+        if found.peak is None and self.device.type != "cpu":
+            device = f"{torch.cuda.get_device_name(self.device)} in {self.compute_dtype}"
+            self.warn(f"no throughput/mfu_pct: the peak of {device} is not known to rotexp/metrics/flops.py")
+        return found
+
+    def throughput(self, result: TrainResult) -> dict[str, float]:
+        """Return the speed of the whole training, and the utilization that it comes to."""
+        tokens_per_s = self.tokens_per_step * len(result.losses) / max(result.seconds, 1e-9)
+        by_device = tokens_per_s / self.communication.world_size
+        return {"tokens_per_s": tokens_per_s} | (self.utilization.figures(by_device) if self.utilization else {})
+
     def merge(self, model: RotatedModel) -> None:
         """Bake the rotations into the weights, and prove that the float model is what it was."""
         before = self.original
@@ -353,7 +377,7 @@ class Experiment:
             "evaluation": self.measurements.rows,
             "memory": self.phases.memory,
             "static_bytes": self.static.by_kind() if self.static else None,
-            "throughput": {"tokens_per_s": self.tokens_per_step * len(result.losses) / max(result.seconds, 1e-9)},
+            "throughput": self.throughput(result),
             "time": self.phases.seconds,
             "replica": {"max_abs_diff": result.divergence.max_abs_diff},
             "rotations": result.rotations,

@@ -56,6 +56,13 @@ METRICS = (
     *_memory("<phase>/", "in that phase"),
     Metric("throughput/tokens_per_s", "tokens/s", "training tokens a second over all ranks that exist", "mean"),
     Metric("throughput/tokens_per_s_per_device", "tokens/s", "the same divided by the ranks", "mean"),
+    Metric(
+        "throughput/mfu_pct",
+        "%",
+        "model FLOPs utilization: the plain model's operations, forward and backward, over the device's peak; absent "
+        "on a CPU and where the peak is not known (rotexp/metrics/flops.py says what is counted)",
+        "mean",
+    ),
     Metric("time/step_s", "s", "one optimizer step, data to update", "mean"),
     Metric("time/data_s", "s", "waiting for data within the step", "mean"),
     Metric("time/sync_s", "s", "waiting at the unshard guard within the step", "mean"),

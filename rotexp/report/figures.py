@@ -114,6 +114,7 @@ FIGURES = (
         "tokens/s",
         "training tokens a second over all ranks and the whole training",
     ),
+    _registered("throughput/mfu_pct", "MFU", "higher", "throughput", "mfu_pct"),
     Figure(
         "peak_memory",
         "peak memory",

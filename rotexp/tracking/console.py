@@ -30,6 +30,8 @@ ROWS = {
 MEMORY = ("memory/peak_allocated_gib_max", "memory/peak_rss_gib_max")
 """What a step's peak of memory is, the first that a row has."""
 
+UTILIZATION = "throughput/mfu_pct"
+
 
 @dataclass(frozen=True)
 class StartUp:
@@ -124,9 +126,11 @@ class TrainingProgress:
         self._bars.update(self._phase, completed=self._phases.index(name), note=name)
 
     def show(self, step: int, row: Mapping[str, float]) -> None:
-        """Show a step's loss, rate and memory (where the row has it), and the time left."""
+        """Show a step's loss, rate, utilization and memory (where the row has them), and the time left."""
         left = (time.perf_counter() - self._began) / max(step - self._done, 1) * (self._steps - step)
         figures = [f"loss {row['train/loss']:.4f}", f"{row['throughput/tokens_per_s']:,.0f} tokens/s"]
+        if UTILIZATION in row:
+            figures.append(f"MFU {row[UTILIZATION]:.1f} %")
         figures += [f"{row[key]:.2f} GiB" for key in MEMORY if key in row][:1]
         note = "  ".join([*figures, f"{duration(left)} left"])
         self._bars.update(self._step, completed=step, note=note)

@@ -126,6 +126,7 @@ def _speed() -> Section:
     panels = {
         "tokens a second": "throughput/tokens_per_s",
         "tokens a second and device": "throughput/tokens_per_s_per_device",
+        "model FLOPs utilization (%)": "throughput/mfu_pct",
         "seconds a step": "time/step_s",
         "seconds a step at the guard": "time/sync_s",
     }

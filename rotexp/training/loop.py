@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from rotexp.config import Config, OnNonfinite, Trainable
 from rotexp.data.blocks import BlockDataset, BlockSampler, TokenBlocks
+from rotexp.metrics.flops import Utilization
 from rotexp.metrics.profiler import StepProfiler, part
 from rotexp.metrics.rotations import rotation_metrics
 from rotexp.rotation.divided import dividing
@@ -67,6 +68,7 @@ def train(
     stop: StopRequest,
     guard: UnshardGuard | None = None,
     profiler: StepProfiler | None = None,
+    utilization: Utilization | None = None,
 ) -> None:
     """Train on token blocks (blocks, tokens) from the state's step on, and project the rotations onto their group.
 
@@ -82,7 +84,7 @@ def train(
     model, result = state.model, state.result
     coordinator = Coordinator(model.network, communication, master=state.master)
     objective = build(config.objective)
-    meter = _Meter(state, config, coordinator, guard)
+    meter = _Meter(state, config, coordinator, guard, utilization)
 
     def judged() -> dict[str, float]:
         with meter.paused():
@@ -213,7 +215,12 @@ class _Meter:
     """Measures steps."""
 
     def __init__(
-        self, state: TrainingState, config: Config, coordinator: Coordinator, guard: UnshardGuard | None
+        self,
+        state: TrainingState,
+        config: Config,
+        coordinator: Coordinator,
+        guard: UnshardGuard | None,
+        utilization: Utilization | None,
     ) -> None:
         self.guard = guard
         self.seen: tuple[float, ...] = self._guard_totals()
@@ -270,6 +277,9 @@ class _Meter:
             "time/data_s": self.data_seconds,
             **self._guard_row(),
         }
+        if self.utilization is not None:
+            figures = self.utilization.figures(row["throughput/tokens_per_s_per_device"])
+            row |= {f"throughput/{figure}": value for figure, value in figures.items()}
         if norms.weights is not None:
             row["grad_norm/weights"] = norms.weights.item()
         if step % config.metrics.divergence_every == 0 or step == config.train.steps:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks_simulated import train_watched
+from ranks_simulated import PEAK, train_watched
 from world import run_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -20,6 +20,13 @@ CASES = {
     "whole": ALL,
     "accumulated": [*ALL, "train.micro_batch_size=1", "objective=kl", "ema.decay=0.9"],
 }
+SHARDED = {"full": [*NANO, "sharding=full", "train.gradient_checkpointing=true"]}
+"""Beside the cases, in the world of 2: weights that are frozen, split and recomputed."""
+
+WEIGHTS = 2 * (48 * (48 + 24 + 24 + 48) + 3 * 48 * 80) + 48 * 2048
+ATTENTION = 12 * 2 * 4 * 12 * TOKENS
+"""Of the model: numbers of its linears, and operations of its attention a token."""
+
 MEANS_BYTES = 2 * 4
 """Of the means over ranks, of the loss and of whether to stop, which one rank need not make."""
 
@@ -41,7 +48,8 @@ def watch(cases: dict[str, list[str]], folder: Path, *, world_size: int) -> dict
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What rank 0 of every real world did."""
-    ranks = {size: watch(CASES, tmp_path_factory.mktemp("real"), world_size=size) for size in WORLDS}
+    cases = {2: CASES | SHARDED, 4: CASES}
+    ranks = {size: watch(cases[size], tmp_path_factory.mktemp("real"), world_size=size) for size in WORLDS}
     return {(size, name): found for size in WORLDS for name, found in ranks[size].items()}
 
 
@@ -95,6 +103,27 @@ def test_it_counts_the_tokens_of_one_rank(real: Found, simulated: Found, world_s
     train = found["summary"]["train"]
     assert found["summary"]["throughput"]["tokens_per_s"] * train["seconds"] == pytest.approx(2 * share)
     assert train["device_hours"] == pytest.approx(train["seconds"] / 3600)
+
+
+@pytest.mark.parametrize(("world_size", "name"), EVERY)
+def test_utilization_is_that_of_a_ranks_share_whether_real_or_not(
+    real: Found, simulated: Found, world_size: int, name: str
+) -> None:
+    flops = (6 * WEIGHTS + ATTENTION) * BLOCKS * TOKENS // world_size
+    for found in (real[world_size, name], simulated[world_size, name]):
+        assert_utilized(found, flops)
+
+
+def test_utilization_does_not_depend_on_sharding_and_recomputation(real: Found) -> None:
+    assert_utilized(real[2, "full"], (4 * WEIGHTS + ATTENTION) * BLOCKS * TOKENS // 2)
+
+
+def assert_utilized(found: dict[str, Any], flops: int) -> None:
+    """Compare with the operations of a step on one device, whose peak the ranks take for `PEAK`."""
+    for row in found["steps"]:
+        assert row["throughput/mfu_pct"] == pytest.approx(100 * flops / row["time/step_s"] / PEAK)
+    mean = 100 * flops * 2 / found["summary"]["train"]["seconds"] / PEAK
+    assert found["summary"]["throughput"]["mfu_pct"] == pytest.approx(mean)
 
 
 def column(found: dict[str, Any], key: str) -> list[float]:

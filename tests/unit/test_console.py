@@ -61,6 +61,13 @@ def test_off_a_terminal_steps_are_plain_lines_with_rate_and_time_left(clock: lis
     ]
 
 
+def test_utilization_is_shown_where_a_device_has_one() -> None:
+    console = plain()
+    with TrainingProgress(console, steps=1) as progress:
+        progress.show(1, row() | {"throughput/mfu_pct": 41.26, "memory/peak_allocated_gib_max": 3.0})
+    assert "1,234 tokens/s  MFU 41.3 %  3.00 GiB" in text_of(console)
+
+
 def test_many_steps_are_shown_in_few_lines_the_first_and_the_last_among_them() -> None:
     console = plain()
     with TrainingProgress(console, steps=1003, lines=10) as progress:

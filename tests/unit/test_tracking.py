@@ -34,7 +34,7 @@ train/loss train/lr train/tokens grad_norm/total grad_norm/rotations grad_norm/w
 rotation/orthogonality_rrt_max rotation/orthogonality_rtr_max rotation/distance_from_init
 replica/max_abs_diff replica/num_divergent
 memory/peak_allocated_gib_max memory/peak_reserved_gib_min memory/peak_rss_gib_max memory/train/peak_rss_gib_min
-throughput/tokens_per_s throughput/tokens_per_s_per_device time/step_s time/data_s time/sync_s
+throughput/tokens_per_s throughput/tokens_per_s_per_device throughput/mfu_pct time/step_s time/data_s time/sync_s
 comm/num_collectives comm/bytes sync/num_unshards sync/num_barriers eval/trained/perplexity eval/quantized/kl
 """
 PLAIN: dict[str, Any] = {

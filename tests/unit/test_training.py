@@ -1,4 +1,4 @@
-"""The loop begins with quantizers that fit its rotations and feeds a rank its share."""
+"""The loop begins with quantizers that fit its rotations, feeds a rank its share, and says how well it used it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from rotexp.config import (
     TrainConfig,
 )
 from rotexp.data.blocks import BlockSampler
+from rotexp.metrics.flops import Utilization
 from rotexp.quant.fake import search_clip_ratios
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.linear import RotatedLinear
@@ -87,7 +88,7 @@ def simulating(sim_world: int | None, *, steps: int = 2) -> Config:
     )
 
 
-def trained_rows(model: Any, config: Config, blocks: Any) -> list[dict[str, float]]:
+def trained_rows(model: Any, config: Config, blocks: Any, **given: Any) -> list[dict[str, float]]:
     """Train all of a model, and return the logged rows."""
     train_also(model, config.train.params)
     communication = Communication()
@@ -102,6 +103,7 @@ def trained_rows(model: Any, config: Config, blocks: Any) -> list[dict[str, floa
         log=lambda _step, row: rows.append(row),
         save=lambda: None,
         stop=StopRequest(),
+        **given,
     )
     return rows
 
@@ -116,3 +118,13 @@ def test_a_simulated_rank_is_fed_the_share_of_rank_0_and_counts_it(llama: Factor
     np.testing.assert_array_equal(np.stack(fed), blocks[[order[:2], order[4:6]]])
     assert [row["train/tokens"] for row in rows] == [16, 32]
     assert rows[0]["throughput/tokens_per_s"] * rows[0]["time/step_s"] == pytest.approx(16)
+
+
+def test_a_step_logs_the_utilization_of_its_device_where_its_peak_is_known(llama: Factory, rotated: Factory) -> None:
+    config = simulating(None, steps=1)
+    blocks = np.random.default_rng(0).integers(0, 61, (4, 8))
+    model = rotated(llama(), config.rotation, QuantConfig())
+    (row,) = trained_rows(model, config, blocks, utilization=Utilization(3_000, peak=1e6))
+    assert row["throughput/mfu_pct"] == pytest.approx(100 * 3_000 * 32 / row["time/step_s"] / 1e6)
+    (row,) = trained_rows(model, config, blocks, utilization=Utilization(3_000, peak=None))
+    assert "throughput/mfu_pct" not in row
