@@ -128,11 +128,7 @@ def train(
                     log(state.step, row)
             if profiler is not None:
                 profiler.step()
-            if (
-                stopping
-                or state.step == config.train.steps
-                or _is_due(state.step, config.train.checkpoint_every, config)
-            ):
+            if stopping or _is_due(state.step, config.train.checkpoint_every or config.train.steps, config):
                 division.publish_clip_ratios()
                 save()
             if stopping:
@@ -223,6 +219,7 @@ class _Meter:
         utilization: Utilization | None,
     ) -> None:
         self.guard = guard
+        self.utilization = utilization
         self.seen: tuple[float, ...] = self._guard_totals()
         self.state = state
         self.config = config
