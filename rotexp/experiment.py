@@ -42,9 +42,10 @@ from rotexp.tracking.files import finite, truncate_metrics, write_summary
 from rotexp.tracking.phases import Phases
 from rotexp.tracking.summary import train_summary, versions
 from rotexp.tracking.tracker import open_trackers
+from rotexp.training.batches import tokens_per_step
 from rotexp.training.checkpoint import Checkpoints
 from rotexp.training.coordinator import Coordinator
-from rotexp.training.loop import tokens_per_step, train
+from rotexp.training.loop import train
 from rotexp.training.state import TrainingState, TrainResult
 
 PHASES = ("load", "shard", "baseline", "prepare", "hadamard", "train", "average", "save", "merge", "evaluate")

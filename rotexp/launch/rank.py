@@ -22,7 +22,7 @@ from rotexp.config import Config
 from rotexp.experiment import Experiment
 from rotexp.inputs import Inputs
 from rotexp.signals import StopRequest, interruptible
-from rotexp.training.loop import accumulation_steps
+from rotexp.training.batches import accumulation_steps
 
 
 def run_rank(

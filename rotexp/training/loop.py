@@ -5,29 +5,24 @@ from __future__ import annotations
 import logging
 import math
 import signal
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 from rotexp.config import Config, OnNonfinite, Trainable
-from rotexp.data.blocks import BlockDataset, BlockSampler, TokenBlocks
+from rotexp.data.blocks import TokenBlocks
 from rotexp.metrics.flops import Utilization
 from rotexp.metrics.profiler import StepProfiler, part
-from rotexp.metrics.rotations import rotation_metrics
 from rotexp.rotation.divided import dividing
 from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.communication import Communication
 from rotexp.signals import Interrupted, StopRequest
-from rotexp.sync.guard import GuardCounts, UnshardGuard
+from rotexp.sync.guard import UnshardGuard
 from rotexp.targets import build
+from rotexp.training.batches import load_batches
 from rotexp.training.coordinator import Coordinator, Norms
+from rotexp.training.meter import Meter
 from rotexp.training.objectives import Objective, Teacher
 from rotexp.training.state import TrainingState
 
@@ -35,23 +30,6 @@ LOGGER = logging.getLogger(__name__)
 
 Log = Callable[[int, dict[str, float]], None]
 """Takes a step, counted from 1, and its metrics."""
-
-
-def micro_batch_size(config: Config, *, world_size: int) -> int:
-    """Return how many blocks a rank takes at once."""
-    return config.train.micro_batch_size or config.data.global_batch_size // config.sharding.ranks(world_size)
-
-
-def accumulation_steps(config: Config, *, world_size: int) -> int:
-    """Return in how many parts a rank takes its share of a global batch."""
-    share = config.data.global_batch_size // config.sharding.ranks(world_size)
-    return share // micro_batch_size(config, world_size=world_size)
-
-
-def tokens_per_step(config: Config, *, world_size: int) -> int:
-    """Return the tokens of one step over all ranks that exist, of which there is one where a world is simulated."""
-    blocks = config.data.global_batch_size // config.sharding.ranks(world_size) * world_size
-    return blocks * config.data.sequence_length
 
 
 def train(
@@ -84,7 +62,7 @@ def train(
     model, result = state.model, state.result
     coordinator = Coordinator(model.network, communication, master=state.master)
     objective = build(config.objective)
-    meter = _Meter(state, config, coordinator, guard, utilization)
+    meter = Meter(state, config, coordinator, guard, utilization)
 
     def judged() -> dict[str, float]:
         with meter.paused():
@@ -97,7 +75,7 @@ def train(
         if state.step == 0 and config.evaluation.every is not None:
             log(0, judged())
         share = torch.zeros((), device=accelerator.device)
-        for token_ids in meter.timed(_loader(blocks, config, accelerator, communication.world_size, state.step)):
+        for token_ids in meter.timed(load_batches(blocks, config, accelerator, first_step=state.step)):
             with accelerator.accumulate():
                 with part("forward"):
                     loss = objective(model, token_ids, teacher=teacher)
@@ -183,127 +161,6 @@ def _is_due(step: int, every: int | None, config: Config) -> bool:
     return every is not None and (step == config.train.steps or step % every == 0)
 
 
-def _loader(blocks: TokenBlocks, config: Config, accelerator: Accelerator, world_size: int, first_step: int) -> Any:
-    sampler = BlockSampler(
-        len(blocks),
-        global_batch_size=config.data.global_batch_size,
-        steps=config.train.steps,
-        seed=config.seed,
-        first_step=first_step,
-    )
-    ranks = config.sharding.ranks(world_size)
-    micro = micro_batch_size(config, world_size=world_size)
-    # Without a generator of its own the loader would draw from torch's stream, once a session and not once a run.
-    own = torch.Generator().manual_seed(config.seed)
-    loader = DataLoader(BlockDataset(blocks), batch_size=micro * ranks, sampler=sampler, drop_last=True, generator=own)
-    if ranks == world_size:
-        return accelerator.prepare_data_loader(loader)
-    place: dict[str, Any] = {"device": accelerator.device, "put_on_device": True, "split_batches": True}
-    return prepare_data_loader(loader, num_processes=ranks, process_index=0, **place)
-
-
 def _refresh(model: RotatedModel, config: Config, step: int) -> None:
     if step % config.quant.refresh_every == 0:
         model.refresh_quantizers()
-
-
-class _Meter:
-    """Measures steps."""
-
-    def __init__(
-        self,
-        state: TrainingState,
-        config: Config,
-        coordinator: Coordinator,
-        guard: UnshardGuard | None,
-        utilization: Utilization | None,
-    ) -> None:
-        self.guard = guard
-        self.utilization = utilization
-        self.seen: tuple[float, ...] = self._guard_totals()
-        self.state = state
-        self.config = config
-        self.coordinator = coordinator
-        self.data_seconds = 0.0
-        self.began = self.step_began = time.perf_counter()
-        self.before = state.result.seconds
-        self.sent = self._sent()
-
-    @property
-    def seconds(self) -> float:
-        """What training took, over all sessions."""
-        return self.before + time.perf_counter() - self.began
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keep what happens in the block out of the figures of the step and of training."""
-        began, sent, seen = time.perf_counter(), self._sent(), self._guard_totals()
-        yield
-        seconds = time.perf_counter() - began
-        self.began, self.step_began = self.began + seconds, self.step_began + seconds
-        self.sent = _later(self.sent, sent, self._sent())
-        self.seen = _later(self.seen, seen, self._guard_totals())
-
-    def timed(self, batches: Any) -> Iterator[Tensor]:
-        """Pass batches on, adding up the time that waiting for them takes."""
-        iterator = iter(batches)
-        while True:
-            began = time.perf_counter()
-            with part("data"):
-                batch = next(iterator, None)
-            self.data_seconds += time.perf_counter() - began
-            if batch is None:
-                return
-            yield batch
-
-    def row(self, step: int, *, loss: float, norms: Norms) -> dict[str, float]:
-        """Return the metrics of the step that ends now, and begin the next."""
-        config, communication = self.config, self.coordinator.communication
-        seconds = time.perf_counter() - self.step_began
-        tokens = tokens_per_step(config, world_size=communication.world_size)
-        row: dict[str, float] = {
-            "train/loss": loss,
-            "train/tokens": step * tokens,
-            "train/device_hours": self.state.result.seconds * communication.world_size / 3600.0,
-            "train/num_skipped": len(self.state.result.skipped),
-            "grad_norm/total": norms.total.item(),
-            "grad_norm/rotations": norms.rotations.item(),
-            "throughput/tokens_per_s": tokens / seconds,
-            "throughput/tokens_per_s_per_device": tokens / seconds / communication.world_size,
-            "time/step_s": seconds,
-            "time/data_s": self.data_seconds,
-            **self._guard_row(),
-        }
-        if self.utilization is not None:
-            figures = self.utilization.figures(row["throughput/tokens_per_s_per_device"])
-            row |= {f"throughput/{figure}": value for figure, value in figures.items()}
-        if norms.weights is not None:
-            row["grad_norm/weights"] = norms.weights.item()
-        if step % config.metrics.divergence_every == 0 or step == config.train.steps:
-            divergence = self.coordinator.divergence()
-            self.coordinator.settle(divergence, config.metrics.on_divergence, step=step)
-            row |= {"replica/max_abs_diff": divergence.max_abs_diff, "replica/num_divergent": len(divergence.names)}
-        if step % config.metrics.rotation_every == 0 or step == config.train.steps:
-            row |= rotation_metrics(self.state.model.bank.snapshot(), self.state.start)
-        before, self.sent = self.sent, self._sent()
-        row |= {"comm/num_collectives": self.sent[0] - before[0], "comm/bytes": self.sent[1] - before[1]}
-        self.data_seconds, self.step_began = 0.0, time.perf_counter()
-        return row
-
-    def _sent(self) -> tuple[float, ...]:
-        communication = self.coordinator.communication
-        return communication.num_collectives, communication.num_bytes
-
-    def _guard_totals(self) -> tuple[float, ...]:
-        counts = self.guard.counts if self.guard else GuardCounts()
-        return counts.num_unshards, counts.barriers, counts.seconds
-
-    def _guard_row(self) -> dict[str, float]:
-        before, self.seen = self.seen, self._guard_totals()
-        unshards, barriers, seconds = (now - then for now, then in zip(self.seen, before, strict=True))
-        return {"sync/num_unshards": unshards, "sync/num_barriers": barriers, "time/sync_s": seconds}
-
-
-def _later(mark: tuple[float, ...], before: tuple[float, ...], after: tuple[float, ...]) -> tuple[float, ...]:
-    """Return a mark on running totals, moved by how far these went on."""
-    return tuple(at + now - then for at, then, now in zip(mark, before, after, strict=True))

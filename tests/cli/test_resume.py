@@ -25,12 +25,12 @@ START_SECONDS = 200
 STEPS = 20
 SLOW = """
 import time
-from rotexp.training import loop
-row = loop._Meter.row
+from rotexp.training.meter import Meter
+row = Meter.row
 def slowly(*arguments, **options):
     time.sleep(0.3)
     return row(*arguments, **options)
-loop._Meter.row = slowly
+Meter.row = slowly
 if __name__ == "__main__":
     from rotexp.train import main
     main()

@@ -102,6 +102,7 @@ def trained_rows(model: Any, config: Config, blocks: Any, **given: Any) -> list[
         teacher=None,
         log=lambda _step, row: rows.append(row),
         save=lambda: None,
+        held_out_loss=lambda: 0.0,
         stop=StopRequest(),
         **given,
     )
