@@ -1,4 +1,4 @@
-# Sourced by the other scripts: what a SCALE means, tiny (a laptop, a minute), smollm2, 1b or 8b (a cluster).
+# Sourced by the other scripts: what a SCALE means, tiny (a laptop, two minutes), smollm2, 1b or 8b (a cluster).
 SCALE=${SCALE:-tiny}
 case "$SCALE" in
   tiny) scale=(model=tiny train.steps=6 data.sequence_length=64 data.global_batch_size=4 evaluation.window=64

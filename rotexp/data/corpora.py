@@ -92,7 +92,8 @@ def builtin_corpus() -> Corpus:
 def wikitext2_corpus(*, path: str, revision: str | None) -> Corpus:
     """WikiText-2 (raw): the train split to calibrate on, the test split to evaluate on.
 
-    Rows are joined by a blank line, as in the published GPTQ and SpinQuant evaluations, so that figures compare.
+    Rows are joined by a blank line, as in the published GPTQ and SpinQuant evaluations; figures compare with those at
+    `evaluation.window=2048 evaluation.max_windows=null`.
 
     Args:
         path: a dataset's name on the hub, or a local folder that holds the configuration `wikitext-2-raw-v1`.
