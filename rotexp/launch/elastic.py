@@ -86,9 +86,10 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
     def record(came: Sequence[int]) -> None:
         """Record it before other nodes' ranks can miss the killed ones, and record a failure."""
         interruption = out_of_time(came, config, folder)
-        if read_summary(folder).get("status") == "running":
+        status = read_summary(folder).get("status")
+        if status == "running":
             record_end(folder, "interrupted", str(interruption))
-        else:
+        elif status is None:  # rank 0 is elsewhere
             sys.stderr.write(f"rotexp: {interruption}\n")
 
     with _settings(config, nproc=nproc) as (settings, aside):

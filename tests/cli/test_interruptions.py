@@ -151,7 +151,7 @@ def test_a_rank_that_alone_is_told_to_end_interrupts_the_run(ending: Any) -> Non
 
 
 def test_a_stopped_rank_does_not_keep_the_ranks_of_torchrun_alive(tmp_path: Path) -> None:
-    """The other one leaves in time by itself, and says how the run ended; torchrun would kill it 30 s later."""
+    """The other one leaves in time by itself, and records how the run ended; torchrun kills after half a minute."""
     folder = tmp_path / "run"
     options = ("train.steps=100000", "sharding=full", "launch.grace_seconds=2")
     run = start(*options, folder=folder, command=TORCHRUN, place=tmp_path)

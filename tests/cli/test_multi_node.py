@@ -179,6 +179,9 @@ def test_a_stopped_rank_on_one_node_does_not_keep_nodes_alive(stopped: int, node
         process.send_signal(signal.SIGTERM)
     found = ended(processes, seconds=2 * GONE_SECONDS)
     assert [code for code, _ in found] == [143, 143], found
-    assert [errors.count("\n") for _, errors in found] == [1, 1], found
-    assert summary_of(folder)["status"] == "interrupted"
-    assert "launch.grace_seconds=3 ran out" in summary_of(folder)["error"]
+    assert [errors.count("\n") for _, errors in found][place] == 1, found
+    assert found[1 - place][1].count("\n") <= 1, "rank 0's node says it; the other, if its rank was killed"
+    summary = summary_of(folder)
+    assert (summary["status"], "interrupted by SIGTERM; " in summary["error"]) == ("interrupted", True)
+    if stopped == 0:  # else it may miss rank 1, killed a little before it, and say so
+        assert "launch.grace_seconds=3 ran out" in summary["error"]
