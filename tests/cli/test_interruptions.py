@@ -180,8 +180,8 @@ def started_ranks(run: subprocess.Popen[str]) -> int:
 BEGINNINGS: dict[str, Callable[[subprocess.Popen[str], Path], bool]] = {
     "folder": lambda _run, folder: folder.exists(),
     "summary": lambda _run, folder: (folder / "summary.json").exists(),
-    "a rank": lambda run, _folder: started_ranks(run) == 1,
-    "all ranks": lambda run, _folder: started_ranks(run) == 2,
+    "first_rank": lambda run, _folder: started_ranks(run) == 1,
+    "all_ranks": lambda run, _folder: started_ranks(run) == 2,
     "logs": lambda _run, folder: len(list(folder.glob("rank-*.log"))) == 2,
 }
 """Moments of a start."""
@@ -198,7 +198,9 @@ def test_a_signal_while_a_run_starts_is_one_line(moment: str, tmp_path: Path) ->
             assert time.monotonic() < deadline
             time.sleep(0.001)
         run.send_signal(signal.SIGTERM)
-        _, errors = run.communicate(timeout=2 * GONE_SECONDS)
+        _, errors = run.communicate(
+            timeout=START_SECONDS
+        )  # a rank is sent its inputs whole, which waits for its imports
     finally:
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
