@@ -66,6 +66,7 @@ class RankSignals:
         self._aside, self._num_ranks = aside, num_ranks
         self._last_resort = LastResort(config, folder, more_seconds=SECONDS_AFTER_KILL)
         self._thread = threading.get_ident()
+        self._tending = False
         self._began = 0.0
         self._told: set[tuple[int, int]] = set()
 
@@ -104,8 +105,15 @@ class RankSignals:
 
     def _tend(self, _number: int, _frame: FrameType | None) -> None:
         """Look after the ranks, of which there may be more than before; elastic gives them too little time to save."""
-        if not self.came:
-            return
+        if self._tending or not self.came:
+            return  # woken while it records, which may take longer than the time between two calls
+        self._tending = True
+        try:
+            self._end_ranks()
+        finally:
+            self._tending = False
+
+    def _end_ranks(self) -> None:
         self.early |= len(list(self._aside.glob(f"*{LISTENS}"))) < self._num_ranks
         late = time.monotonic() - self._began >= self._seconds()
         if not (self.early or late):

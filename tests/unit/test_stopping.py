@@ -55,7 +55,10 @@ PROGRAM = textwrap.dedent("""
 
     def main(grace, *behaviors):
         stop = StopRequest()
-        killed = lambda came: (folder / "before_kill").write_text(json.dumps(list(came)))
+        def killed(came):
+            with (folder / "before_kill").open("a") as file:
+                file.write(json.dumps(list(came)))
+            time.sleep(0.5)  # as on a slow disk, longer than the time between two looks
         config = Config(launch=LaunchConfig(grace_seconds=float(grace)))
         signals = RankSignals(config, folder, folder, num_ranks=len(behaviors), stop=stop, before_kill=killed)
         ranks = [multiprocessing.get_context("spawn").Process(target=rank, args=(how, Slow())) for how in behaviors]
