@@ -1,6 +1,6 @@
 """Hadamard matrices of order 4n from four sequences of length n: T-sequences, Williamson's, and stored ones."""
 
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def goethals_seidel_matrix(order: int) -> Tensor:
         return _array(*map(_circulant, stored_rows()[length]))
     split = four_sequences(length)
     assert split is not None, f"no four sequences of length {length} are known here"
-    return _array(*_cooper_wallis(split[0], split[1]))
+    return _array(*_cooper_wallis(*split))
 
 
 def _circulant(row: Tensor) -> Tensor:
@@ -57,9 +57,7 @@ def _cooper_wallis(t: int, w: int) -> list[Tensor]:
     shifts = [_circulant(row) for row in t_sequences(t)]
     a, b, c, d = map(_circulant, williamson_rows(w))
     quadruples = [(a, b, c, d), (-b, a, d, -c), (-c, -d, a, b), (-d, c, -b, a)]
-    return [
-        sum(map(torch.kron, shifts, quadruple), torch.zeros_like(torch.kron(shifts[0], a))) for quadruple in quadruples
-    ]
+    return [reduce(torch.add, map(torch.kron, shifts, quadruple)) for quadruple in quadruples]
 
 
 def _array(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ def stored() -> dict[str, dict[str, list[str]]]:
     rows x, y, z, w is 1 everywhere, (x + y + z + w) / 4, (x + y - z - w) / 4, … are T-sequences.
     """
     text = (files("rotexp.rotation") / "sequences.json").read_text(encoding="utf-8")
-    stored: dict[str, dict[str, list[str]]] = json.loads(text)
-    return stored
+    rows: dict[str, dict[str, list[str]]] = json.loads(text)
+    return rows
 
 
 def sign_row(signs: str) -> Tensor:

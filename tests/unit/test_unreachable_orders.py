@@ -68,7 +68,7 @@ def test_a_residual_stream_without_hadamard_matrix() -> None:
 def test_a_down_projection_without_hadamard_matrix() -> None:
     message = refusal(ALL, intermediate_size=1336)
     assert message.startswith(
-        f"rotation.r4=true: cannot act: {UNKNOWN} 1336 (the nearest orders are 1332 and 1344); set rotation.r4=false "
+        f"rotation.r4=true: cannot act: {UNKNOWN} 1336 (the nearest orders are 1332 and 1340); set rotation.r4=false "
         "or rotation.block_size=8 ("
     )
     left_out = placed(replace(ALL, r4=None), intermediate_size=1336)
