@@ -98,6 +98,7 @@ class Experiment:
             ranks_per_node=self.ranks_per_node,
             known=self.resumed.evaluation,
             log=self.log,
+            say=self.say,
         )
 
     def run(self) -> None:
@@ -148,6 +149,10 @@ class Experiment:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         self.tracker.finish(self.summary | {"status": status, "error": str(error)}, exit_code=1)
 
+    def say(self, text: str) -> None:
+        """Tell people of something they may want to know."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
     def warn(self, text: str) -> None:
         """Tell people of something they may not expect."""
         self.console.print(f"warning: {text}", style="yellow", highlight=False, soft_wrap=True)
@@ -179,7 +184,7 @@ class Experiment:
         )
         if self.config.sharding.strategy is Strategy.zero2_master and not self.config.train.params.weights:
             self.warn("sharding=zero2_master splits the master of trained weights, and none are trained: as no_shard")
-        self.guard = install(model.network, self.config.sync_mode)
+        self.guard = install(model.network, self.config.sync_mode, name=self.inputs.checkpoint.identity)
         materialize(model.network, self.inputs.checkpoint, device=self.device, added=model.added)
         self.inputs.checkpoint.weights.release()
         replaced = start_from_file(model, self.config.rotation, identity=self.inputs.checkpoint.identity)
@@ -202,9 +207,7 @@ class Experiment:
             )
             self.console.print(self.static.line(), highlight=False, soft_wrap=True)
         if self.guard is not None:
-            groups, mode = self.guard.num_groups, self.config.sync_mode.mode.name
-            name = self.inputs.checkpoint.identity
-            self.console.print(f"sync_mode={mode}: {groups} parameter groups of {name} are guarded", soft_wrap=True)
+            self.say(self.guard.line(self.inputs.checkpoint.identity, self.config.sync_mode))
 
     def start_up(self, model: RotatedModel, effective: EffectiveSharding) -> StartUp:
         """Return what a person wants to know before the run has cost anything."""
@@ -407,6 +410,7 @@ class Experiment:
         return {
             "mode": self.config.sync_mode.mode.name,
             "num_groups": self.guard.num_groups if self.guard else 0,
+            "groups": dict(self.guard.groups) if self.guard else {},
             "num_unshards": dict(counts.unshards),
             "num_barriers": counts.barriers,
             "seconds": counts.seconds,

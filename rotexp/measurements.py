@@ -17,8 +17,9 @@ from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.ema import ShardedEMA
 from rotexp.sharding.shards import reshard
+from rotexp.sync.guard import installed
 from rotexp.training.objectives import Teacher
-from rotexp.training.teacher import load_teacher
+from rotexp.training.teacher import load_teacher, teacher_name
 
 
 class Measurements:
@@ -39,6 +40,7 @@ class Measurements:
         ranks_per_node: int | None,
         known: Mapping[str, Any],
         log: Callable[[dict[str, float]], None],
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self.rows: dict[str, Any] = {"protocol": inputs.protocol, **known}
         self._config = config
@@ -54,6 +56,7 @@ class Measurements:
             world_size=communication.world_size,
             collect=communication.reduce_,
         )
+        self._say = say
         self.teacher: Teacher | None = None
 
     def as_it_comes(self, model: RotatedModel) -> None:
@@ -105,7 +108,7 @@ class Measurements:
         return loss
 
     def load_teacher(self) -> None:
-        """Read the float model once more, if training changes the one that there is."""
+        """Read the float model once more, if training changes the one that there is, and say what of it is guarded."""
         train = self._config.train
         if self.teacher is None and train.params.weights and train.steps:
             self.teacher = load_teacher(
@@ -115,6 +118,9 @@ class Measurements:
                 world_size=self._communication.world_size,
                 ranks_per_node=self._ranks_per_node,
             )
+            guard = installed()
+            if guard is not None and self._say is not None:
+                self._say(guard.line(teacher_name(self._inputs.checkpoint), self._config.sync_mode))
 
     def _evaluate(self, model: RotatedModel) -> tuple[Quality, Quality]:
         """Measure the model in its present mode, and the float model, on the held-out windows."""

@@ -51,10 +51,16 @@ class GuardCounts:
 
 
 class UnshardGuard:
-    """The wrapped methods of `FSDPParamGroup`, and the groups they act on; groups of other models pass untouched."""
+    """The wrapped methods of `FSDPParamGroup`, and the groups they act on; groups of other models pass untouched.
+
+    Attributes:
+        counts: what was seen and done.
+        groups: how many parameter groups each model has that was given to it, by the name it was given by.
+    """
 
     def __init__(self) -> None:
         self.counts = GuardCounts()
+        self.groups: dict[str, int] = {}
         self._policies: WeakKeyDictionary[Any, Policy] = WeakKeyDictionary()
         self._originals: dict[str, Callable[..., Any]] = {}
 
@@ -63,13 +69,17 @@ class UnshardGuard:
         """Parameter groups that are guarded."""
         return len(self._policies)
 
-    def manage(self, model: nn.Module, config: SyncConfig) -> int:
-        """Guard the parameter groups of a sharded model, merging with what they have, and return how many there are."""
+    def manage(self, model: nn.Module, config: SyncConfig, *, name: str) -> None:
+        """Guard the parameter groups of a sharded model, merging with what they have."""
         policy, groups = policy_of(config), param_groups(model)
         for group in groups:
             known = self._policies.get(group)
             self._policies[group] = policy if known is None else known.merged(policy)
-        return len(groups)
+        self.groups[name] = len(groups)
+
+    def line(self, name: str, config: SyncConfig) -> str:
+        """Say for people how many groups of a model are guarded."""
+        return f"sync_mode={config.mode.name}: {self.groups[name]} parameter groups of {name} are guarded"
 
     def remove(self) -> None:
         """Leave the class as it was before."""
@@ -108,8 +118,11 @@ class UnshardGuard:
         original(group)
 
 
-def install(model: nn.Module, config: SyncConfig) -> UnshardGuard | None:
+def install(model: nn.Module, config: SyncConfig, *, name: str = "model") -> UnshardGuard | None:
     """Guard a sharded model; a guard already installed takes it on instead of wrapping twice.
+
+    Args:
+        name: what the model is called where its groups are counted.
 
     Returns:
         The guard, or None for `sync_mode=off`, which touches nothing.
@@ -124,7 +137,7 @@ def install(model: nn.Module, config: SyncConfig) -> UnshardGuard | None:
     if guard is None:
         guard = UnshardGuard()
         guard._wrap()
-    guard.manage(model, config)
+    guard.manage(model, config, name=name)
     return guard
 
 

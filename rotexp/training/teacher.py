@@ -37,7 +37,7 @@ def load_teacher(
         world_size=world_size,
         ranks_per_node=ranks_per_node,
     )
-    install(network, config.sync_mode)
+    install(network, config.sync_mode, name=teacher_name(checkpoint))
     materialize(network, checkpoint, device=device)
     checkpoint.weights.release()
 
@@ -46,6 +46,11 @@ def load_teacher(
         return model.logits(token_ids)
 
     return teacher
+
+
+def teacher_name(checkpoint: Checkpoint) -> str:
+    """Return what the second model is called beside the first, which has the checkpoint's name."""
+    return f"{checkpoint.identity} (teacher)"
 
 
 def frozen_sharding(config: ShardingConfig) -> ShardingConfig:

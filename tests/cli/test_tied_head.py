@@ -26,6 +26,7 @@ TIED = [
     "ema.decay=0.5",
     "adamw.lr=1e-3",
     "sharding=full",
+    "sync_mode=universal",
     "tracker=jsonl",
 ]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -90,3 +91,11 @@ def test_the_run_is_measured_again_as_it_was(run: Run, tmp_path: Path) -> None:
     again = json.loads((tmp_path / "out.json").read_text())["evaluation"]
     for row in ("float", "quantized", "trained"):
         assert again[row]["perplexity"] == pytest.approx(run.perplexities[row], rel=1e-4)
+
+
+def test_the_groups_of_student_and_teacher_are_said_and_kept(run: Run, checkpoint: Path) -> None:
+    """Two layers, embedding with head, and the root: of the model that is trained, and of the float one beside it."""
+    for name in (str(checkpoint), f"{checkpoint} (teacher)"):
+        assert f"sync_mode=universal: 4 parameter groups of {name} are guarded" in run.output
+        assert run.summary["sync"]["groups"][name] == 4
+    assert run.summary["sync"]["num_groups"] == 8

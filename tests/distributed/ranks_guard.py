@@ -81,7 +81,7 @@ def install_twice() -> dict[str, Any]:
     first = guards.install(student, SyncConfig(SyncMode.selective, ["forward"]))
     method = FSDPParamGroup.wait_for_unshard
     second = guards.install(student, SyncConfig(SyncMode.selective, ["pre_backward"]))
-    third = guards.install(teacher, SyncConfig(SyncMode.universal))
+    third = guards.install(teacher, SyncConfig(SyncMode.universal), name="teacher")
     same = first is second is third and FSDPParamGroup.wait_for_unshard is method
     _step(student)
     student_counts, first.counts = first.counts, guards.GuardCounts()
@@ -94,6 +94,7 @@ def install_twice() -> dict[str, Any]:
     return {
         "same": same,
         "groups": first.num_groups,
+        "by name": first.groups,
         "student": (dict(student_counts.unshards), student_counts.barriers),
         "teacher": (dict(teacher_counts.unshards), teacher_counts.barriers),
         "stranger": dict(stranger_counts),

@@ -73,6 +73,7 @@ def test_a_second_install_merges_and_never_wraps_twice(tmp_path: Path) -> None:
     for rank in run_world(on_ranks.install_twice, world_size=2, folder=tmp_path):
         assert rank["same"]
         assert rank["groups"] == 6
+        assert rank["by name"] == {"model": 3, "teacher": 3}
         assert rank["student"] == (RESHARDED, 6)  # forward from the first install, pre_backward from the second
         assert rank["teacher"] == (KEPT, 3)
         assert rank["stranger"] == {}

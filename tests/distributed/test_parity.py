@@ -167,6 +167,7 @@ def test_the_guard_counts_and_changes_nothing(results: Any) -> None:
     guarded = results[2, "full"][0]
     sync = guarded["summary"]["sync"]
     assert sync["num_groups"] == 5
+    assert sync["groups"] == {"random_llama-nano": 5}
     assert sync["num_barriers"] == sum(sync["num_unshards"].values()) > 0
     for rotation, matrix in results[2, "full, prefetched"][0]["rotations"].items():
         np.testing.assert_array_equal(guarded["rotations"][rotation], matrix)
