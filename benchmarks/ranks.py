@@ -144,7 +144,8 @@ def _sharded_step(
         world_size=communication.world_size,
     )
     model.keep_codes(not sharding.strategy.reshards_after_forward)
-    division = stack.enter_context(dividing(model, sharding, frozen=request.variant not in (LIMIT, WHOLE)))
+    frozen = request.variant not in (LIMIT, WHOLE)
+    division = stack.enter_context(dividing(model, sharding, communication=communication, frozen=frozen))
     coordinator = Coordinator(model.network, communication)
     coordinator.broadcast()
     optimizer = CayleySGD([matrix for _, matrix in model.bank.items()], lr=0.1)

@@ -67,8 +67,18 @@ METRICS = (
     Metric("time/data_s", "s", "waiting for data within the step", "mean"),
     Metric("time/sync_s", "s", "waiting at the unshard guard within the step", "mean"),
     Metric("time/<phase>_s", "s", "a whole phase on rank 0"),
-    Metric("comm/num_collectives", "collectives", "collectives rotexp issued within the step (FSDP's own not counted)"),
-    Metric("comm/bytes", "bytes", "bytes a rank gave to those collectives"),
+    Metric(
+        "comm/num_collectives",
+        "collectives",
+        "collectives that rotexp itself issued on rank 0 within the step (gradients, own rows of divided weights, the "
+        "master, digests, figures), not FSDP2's gathers and reductions, nor those of torch.distributed.checkpoint",
+    ),
+    Metric(
+        "comm/bytes",
+        "bytes",
+        "what rank 0 gave to those collectives: the whole of what is reduced, exchanged or broadcast, its piece of "
+        "what is gathered",
+    ),
     Metric("sync/num_unshards", "unshards", "pending all-gathers the guard saw within the step (off: none installed)"),
     Metric("sync/num_barriers", "barriers", "host waits of the guard within the step"),
     Metric("eval/<row>/perplexity", "", "exp of the mean next-token loss on held-out windows", "min"),

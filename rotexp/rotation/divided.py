@@ -16,6 +16,7 @@ from rotexp.rotation.gathered import DividedWeight
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.own_rows import OwnRows
+from rotexp.sharding.communication import Communication
 from rotexp.sharding.shards import reshard
 from rotexp.sync.guard import param_groups
 
@@ -56,7 +57,9 @@ class Division:
 
 
 @contextmanager
-def dividing(model: RotatedModel, sharding: ShardingConfig, *, frozen: bool = True) -> Iterator[Division]:
+def dividing(
+    model: RotatedModel, sharding: ShardingConfig, *, communication: Communication, frozen: bool = True
+) -> Iterator[Division]:
     """Divide the work on those sharded, quantized weights for which it costs less, inside the block.
 
     Weights are quantized while the model rotates and quantizes, and elsewhere (a teacher's forward) what they are; so
@@ -67,7 +70,7 @@ def dividing(model: RotatedModel, sharding: ShardingConfig, *, frozen: bool = Tr
     """
     reshard(model.network)
     groups = param_groups(model.network) if frozen and _can_divide(sharding) else []
-    weights = [weight for group in groups for weight in _divided_weights(group, sharding)]
+    weights = [weight for group in groups for weight in _divided_weights(group, sharding, communication)]
     division = Division(model.bank, weights)
     _settle_dtypes(groups)
     try:
@@ -87,20 +90,20 @@ def _can_divide(sharding: ShardingConfig) -> bool:
     return not sharding.cpu_offload and sharding.reshard_after_forward is None
 
 
-def _divided_weights(group: Any, sharding: ShardingConfig) -> Iterator[DividedWeight]:
+def _divided_weights(group: Any, sharding: ShardingConfig, communication: Communication) -> Iterator[DividedWeight]:
     """Yield those weights of one of FSDP2's groups that it pays to divide."""
     for parameter in group.fsdp_params:
         linear = parameter._module_info.module
         if not isinstance(linear, RotatedLinear) or parameter._module_info.param_name != "weight":
             continue
-        own = _own_rows(linear, parameter)
+        own = _own_rows(linear, parameter, communication)
         if own is not None and _sharded_shape(linear, own, parameter, sharding).is_cheaper_divided:
             weight = DividedWeight(parameter, own, quantizer=linear.weight_quantizer, mode=linear.mode)
             linear.divided = weight
             yield weight
 
 
-def _own_rows(linear: RotatedLinear, parameter: Any) -> OwnRows | None:
+def _own_rows(linear: RotatedLinear, parameter: Any, communication: Communication) -> OwnRows | None:
     """Return what rotates the rows of this rank, or None where they are no fair share, or nothing is quantized."""
     weight, spec = parameter.sharded_param, linear.weight_quantizer.spec
     ranks = weight.device_mesh.size(-1)
@@ -115,7 +118,7 @@ def _own_rows(linear: RotatedLinear, parameter: Any) -> OwnRows | None:
         linear.input_rotation,
         after,
         linear.output_rows,
-        mesh.get_group(mesh.ndim - 1),
+        communication.over(mesh.get_group(mesh.ndim - 1)),
         within,
     )
 
@@ -125,8 +128,8 @@ def _sharded_shape(linear: RotatedLinear, own: OwnRows, parameter: Any, sharding
     held = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
     return ShardedShape(
         linear.shape(),
-        ranks=own.group.size(),
-        replicas=mesh.size() // own.group.size(),
+        ranks=own.ranks.world_size,
+        replicas=mesh.size() // own.ranks.world_size,
         gathers=2 if sharding.strategy.reshards_after_forward else 1,
         element_bytes=held.itemsize,
         scales=own.quantizer.spec.num_groups(linear.shape().inputs),

@@ -19,7 +19,6 @@ from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.own_rows import OwnRows
-from rotexp.sharding.communication import ALL_GATHER
 
 
 class DividedWeight:
@@ -52,8 +51,8 @@ class DividedWeight:
         """Take part in the gathers from now on, and add gradients to the sums, by rotation."""
         self._sums = sums
         if self.quantizer.clip_ratios is not None:
-            shares = self.quantizer.clip_ratios.chunk(self.own.group.size())
-            self.own.quantizer.clip_ratios = shares[self.own.group.rank()]
+            shares = self.quantizer.clip_ratios.chunk(self.own.ranks.world_size)
+            self.own.quantizer.clip_ratios = shares[self.own.ranks.rank]
         local = self._local()
         local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self.fsdp_pre_all_gather, self.fsdp_post_all_gather
         self._forget_gathered()
@@ -75,9 +74,8 @@ class DividedWeight:
         """Give the quantizer of the whole weight the ratios in use, those of all ranks' rows (a collective)."""
         own = self.own.quantizer.clip_ratios
         if own is not None:
-            ratios = own.new_empty(own.shape[0] * self.own.group.size(), *own.shape[1:])
-            ALL_GATHER(ratios, own.contiguous(), group=self.own.group)
-            self.quantizer.clip_ratios = ratios
+            ratios = own.new_empty(own.shape[0] * self.own.ranks.world_size, *own.shape[1:])
+            self.quantizer.clip_ratios = self.own.ranks.all_gather(ratios, own.contiguous())
 
     @torch.no_grad()
     def fsdp_pre_all_gather(
@@ -125,7 +123,7 @@ class DividedWeight:
         found = self.own.gradients(self._rows(), gradient.to_local())
         for name, share in found.items():
             if name in self._sums:
-                self._sums[name].add_(share, alpha=self.own.group.size())
+                self._sums[name].add_(share, alpha=self.own.ranks.world_size)
 
     def _local(self) -> Any:
         """Return the rows that FSDP2 holds, the very object that it asks for the extension."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rotexp.models.arch import ValueRows
 from rotexp.quant.fake import EncodedTensor, FakeQuantizer
 from rotexp.rotation.bank import Rotation
 from rotexp.rotation.products import columns_gradient, rotate_columns, rotate_rows, rows_gradient
+from rotexp.sharding.communication import Communication
 
 
 @dataclass
@@ -26,7 +26,7 @@ class OwnRows:
         quantizer: Q, of these rows alone.
         before, after: R and L; None where no rotation acts.
         output_rows: which outputs L acts on (None: all).
-        group: the ranks that share the weight, equally many rows each.
+        ranks: those that share the weight, equally many rows each.
         within: whether L's blocks lie within the rows of one rank.
     """
 
@@ -34,7 +34,7 @@ class OwnRows:
     before: Rotation | None
     after: Rotation | None
     output_rows: ValueRows | None
-    group: dist.ProcessGroup
+    ranks: Communication
     within: bool
     _kept: tuple[tuple[int, ...], EncodedTensor] | None = field(default=None, init=False)
 
@@ -114,20 +114,15 @@ class OwnRows:
         if matrix.ndim == 2:
             return matrix
         count = rows.shape[0] // matrix.shape[-1]
-        first = self.group.rank() * count
+        first = self.ranks.rank * count
         return matrix[first : first + count]
 
     def _to_columns(self, rows: Tensor) -> Tensor:
         """Give rows for columns (a collective): (..., outputs / ranks, inputs) to (..., outputs, inputs / ranks)."""
-        ranks = self.group.size()
-        sent = torch.unflatten(rows, -1, (ranks, -1)).movedim(-2, 0).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        return received.movedim(0, -3).flatten(-3, -2)
+        sent = torch.unflatten(rows, -1, (self.ranks.world_size, -1)).movedim(-2, 0).contiguous()
+        return self.ranks.all_to_all(sent).movedim(0, -3).flatten(-3, -2)
 
     def _to_rows(self, columns: Tensor) -> Tensor:
         """Give columns for rows (a collective): (outputs, inputs / ranks) to (outputs / ranks, inputs)."""
-        sent = torch.unflatten(columns, 0, (self.group.size(), -1)).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        return received.movedim(0, -2).flatten(-2)
+        sent = torch.unflatten(columns, 0, (self.ranks.world_size, -1)).contiguous()
+        return self.ranks.all_to_all(sent).movedim(0, -2).flatten(-2)

@@ -1,9 +1,11 @@
-"""The collectives rotexp itself issues, counted."""
+"""The collectives that rotexp itself issues, counted; those of FSDP2 and of checkpoints are their own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,35 +16,63 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+@dataclass
+class Counts:
+    """Collectives that this rank took part in, and the bytes it gave to them.
+
+    It gives the whole tensor to an all-reduce, a reduce-scatter and an all-to-all (what it keeps for itself included),
+    its piece to an all-gather, and to a broadcast the tensor if it is the rank that sends.
+    """
+
+    num_collectives: int = 0
+    num_bytes: int = 0
+
+
 class Communication:
     """Collectives over the whole world, which move nothing between ranks in a world of one.
 
     Attributes:
-        num_collectives, num_bytes: issued so far, and what this rank gave to them.
+        rank, world_size: of this process, and how many there are; within the group, for `over` a group.
         threads: CPU threads that every rank has at least.
     """
 
     def __init__(self, *, rank: int = 0, world_size: int = 1, device: torch.device | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.num_collectives = 0
-        self.num_bytes = 0
+        self._group: dist.ProcessGroup | None = None
+        self._counts = Counts()
         self.threads = torch.get_num_threads()
         fewest = torch.tensor(self.threads, device=device)
         self.threads = int(self.reduce_(fewest, "min"))
+
+    def over(self, group: dist.ProcessGroup) -> Communication:
+        """Return the same over some of the ranks, this one among them; all collectives count together."""
+        part = copy(self)
+        part._group, part.rank, part.world_size = group, group.rank(), group.size()
+        return part
+
+    @property
+    def num_collectives(self) -> int:
+        """Issued so far, over any group."""
+        return self._counts.num_collectives
+
+    @property
+    def num_bytes(self) -> int:
+        """What this rank gave to them, as `Counts` defines it."""
+        return self._counts.num_bytes
 
     def reduce_(self, tensor: Tensor, operation: str = "sum") -> Tensor:
         """All-reduce in place by `sum`, `min` or `max`, and return the tensor."""
         if self.world_size > 1:
             self._count(tensor)
-            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()))
+            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()), group=self._group)
         return tensor
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
-        """Overwrite the tensor by rank 0's, in place, and return it."""
+        """Overwrite the tensor by the first rank's, in place, and return it."""
         if self.world_size > 1:
-            self._count(tensor)
-            dist.broadcast(tensor, src=0)
+            self._count(tensor if self.rank == 0 else None)
+            dist.broadcast(tensor, group_src=0, group=self._group)
         return tensor
 
     def reduce_scatter(self, piece: Tensor, whole: Tensor) -> Tensor:
@@ -50,16 +80,25 @@ class Communication:
         if self.world_size == 1:
             return piece.copy_(whole)
         self._count(whole)
-        REDUCE_SCATTER(piece, whole)
+        REDUCE_SCATTER(piece, whole, group=self._group)
         return piece
 
     def all_gather(self, whole: Tensor, piece: Tensor) -> Tensor:
-        """Overwrite `whole` (world * n,) by the `piece` (n,) of every rank, in their order, and return it."""
+        """Overwrite `whole` (world * n, …) by the `piece` (n, …) of every rank, in their order, and return it."""
         if self.world_size == 1:
             return whole.copy_(piece)
         self._count(piece)
-        ALL_GATHER(whole, piece)
+        ALL_GATHER(whole, piece, group=self._group)
         return whole
+
+    def all_to_all(self, sent: Tensor) -> Tensor:
+        """Return what every rank has for this one: (world, …), of which rank r's entry is its `sent[this rank]`."""
+        if self.world_size == 1:
+            return sent.clone()
+        received = torch.empty_like(sent)
+        self._count(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        return received
 
     @contextmanager
     def equal_threads(self) -> Iterator[None]:
@@ -71,6 +110,6 @@ class Communication:
         finally:
             torch.set_num_threads(before)
 
-    def _count(self, tensor: Tensor) -> None:
-        self.num_collectives += 1
-        self.num_bytes += tensor.numel() * tensor.element_size()
+    def _count(self, given: Tensor | None) -> None:
+        self._counts.num_collectives += 1
+        self._counts.num_bytes += 0 if given is None else given.numel() * given.element_size()

@@ -68,8 +68,10 @@ def full_state(state: State, *, communication: Communication) -> dict[str, Tenso
         value = state[name]
         if isinstance(value, Pieces):
             gathered = _gather_pieces(value, communication=communication)
+        elif isinstance(value, DTensor):
+            gathered = _gather(value, communication=communication)
         else:
-            gathered = _gather(value) if isinstance(value, DTensor) else value.detach()
+            gathered = value.detach()
         if first:
             full[name] = gathered.to("cpu", copy=True)
     return full
@@ -154,12 +156,18 @@ def _faults(own: State, found: Mapping[str, Form]) -> list[str]:
     return faults[:MOST_FAULTS] + ([f"and {more} more faults"] if more > 0 else [])
 
 
-def _gather(shard: DTensor) -> Tensor:
-    """Return the whole tensor; a shard that lies in host memory is first copied to where the collective runs."""
-    mesh = shard.device_mesh
-    shape, stride = shard.shape, shard.stride()
-    local = shard.to_local().to(mesh.device_type)
-    return DTensor.from_local(local, mesh, shard.placements, shape=shape, stride=stride).full_tensor()
+def _gather(shard: DTensor, *, communication: Communication) -> Tensor:
+    """Return the whole of what lies by rows, as FSDP2 divides them: equally many, until there are none left.
+
+    A shard that lies in host memory is first copied to where the collective runs.
+    """
+    mesh, local = shard.device_mesh, shard.to_local()
+    ranks = communication.over(mesh.get_group(mesh.ndim - 1))
+    most = -(-len(shard) // ranks.world_size)
+    piece = torch.zeros(most, *shard.shape[1:], dtype=shard.dtype, device=mesh.device_type)
+    piece[: len(local)] = local
+    whole = piece.new_empty(most * ranks.world_size, *shard.shape[1:])
+    return ranks.all_gather(whole, piece)[: len(shard)]
 
 
 def _gather_pieces(value: Pieces, *, communication: Communication) -> Tensor:

@@ -70,7 +70,8 @@ def train(
             state.judge(loss)
         return {"eval/loss": loss}
 
-    divided = dividing(model, config.sharding, frozen=_may_divide(config, objective))
+    frozen = _may_divide(config, objective)
+    divided = dividing(model, config.sharding, communication=communication, frozen=frozen)
     with model.mode.set(rotate=True, quantize=True), stop.deferred(), divided as division:
         if state.step == 0 and config.evaluation.every is not None:
             log(0, judged())

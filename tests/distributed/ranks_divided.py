@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,8 +112,7 @@ class _Training:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(divided, "multiply_adds_per_byte", return_value=self.case.wire))
             stack.enter_context(self.model.mode.set(rotate=True, quantize=True))
-            division = divided.dividing(self.model, self.sharding, frozen=self.case.divided)
-            self.division = stack.enter_context(division)
+            self.division = stack.enter_context(self._dividing())
             for _ in range(STEPS):
                 found["losses"].append(self._step(found["gradients"]))
             with CollectiveCounter() as counter:
@@ -136,12 +135,15 @@ class _Training:
             "quantized": self._logits(quantize=True),
         }
 
+    def _dividing(self) -> AbstractContextManager[divided.Division]:
+        communication, frozen = self.communication, self.case.divided
+        return divided.dividing(self.model, self.sharding, communication=communication, frozen=frozen)
+
     def _again(self, *, refreshed: bool) -> float:
         """Return the next step's loss of a training that begins here, with the clip ratios that quantizers hold."""
         if refreshed:
             self.model.refresh_quantizers()
-        dividing = divided.dividing(self.model, self.sharding, frozen=self.case.divided)
-        with self.model.mode.set(rotate=True, quantize=True), dividing:
+        with self.model.mode.set(rotate=True, quantize=True), self._dividing():
             loss = self._forward_backward().item()
         self.optimizer.zero_grad()
         return loss
