@@ -235,7 +235,8 @@ class Experiment:
         for warning in model.warnings:
             self.warn(warning)
         self.original = trace(model, self.proof_tokens, rotate=False)
-        prepare(model)
+        with self.communication.equal_threads():  # lest replicas of what is baked differ in their last bits
+            prepare(model)
         prepared = trace(model, self.proof_tokens, rotate=True)
         error = check_invariance(self.original, prepared, layers=model.spec.layers, dtype=self.compute_dtype)
         self.log({"eval/invariance": error})

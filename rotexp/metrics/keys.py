@@ -50,8 +50,14 @@ METRICS = (
     Metric("rotation/orthogonality_rrt_max", "", "largest |R Rᵀ − I| over rotations (drift)", "max"),
     Metric("rotation/orthogonality_rtr_max", "", "largest |Rᵀ R − I| over rotations (drift)", "max"),
     Metric("rotation/distance_from_init", "", "largest ‖R − R₀‖ / √n over rotations, Frobenius", "max"),
-    Metric("replica/max_abs_diff", "", "largest difference of the same rotation between ranks", "max"),
-    Metric("replica/num_divergent", "rotations", "rotations that differ between ranks", "max"),
+    Metric(
+        "replica/max_abs_diff",
+        "",
+        "largest difference between two ranks' copies of a rotation or trained weight, whole or a shard that several "
+        "hold; summary.json's, after the last step, is of frozen weights too",
+        "max",
+    ),
+    Metric("replica/num_divergent", "tensors", "rotations and trained weights whose copies differ", "max"),
     *_memory("", "since the phase began"),
     *_memory("<phase>/", "in that phase"),
     Metric("throughput/tokens_per_s", "tokens/s", "training tokens a second over all ranks that exist", "mean"),

@@ -1,4 +1,4 @@
-"""Keep the rotations of all ranks alike: one start, one gradient, one norm, one clip, and the proof that it held."""
+"""Keep what ranks hold alike alike: one start, one gradient, one norm, one clip, and the proof that it held."""
 
 from __future__ import annotations
 
@@ -13,35 +13,18 @@ from torch.distributed.tensor import DTensor
 from rotexp.config import OnDivergence
 from rotexp.rotation.bank import RotationBank
 from rotexp.sharding.communication import Communication
+from rotexp.sharding.ema import ShardedEMA
 from rotexp.sharding.flat import divided
 from rotexp.sharding.master import ZeRO2Master
-from rotexp.sharding.shards import local_rows
+from rotexp.sharding.replicas import Divergence, compare, copy_first
+from rotexp.sharding.shards import local_rows, reshard
 from rotexp.sharding.state_dicts import collective_device
+from rotexp.training.optimizers import Optimizers
 
 SMALL = 2**16
 """Numbers up to which a parameter that is no rotation shares the rotations' collective."""
 
 LOGGER = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """How far the ranks' rotations are apart.
-
-    Attributes:
-        max_abs_diff: the largest difference between two ranks.
-        names: the rotations that differ.
-        ranks: the ranks that differ from rank 0.
-    """
-
-    max_abs_diff: float = 0.0
-    names: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = ()
-
-    def line(self) -> str:
-        """Return it as one line for people."""
-        ranks = ", ".join(map(str, self.ranks))
-        return f"{', '.join(self.names)} differ from rank 0's on rank {ranks} by up to {self.max_abs_diff:.1e}"
 
 
 @dataclass(frozen=True)
@@ -60,7 +43,20 @@ class Coordinator:
         ValueError: the model has no bank.
     """
 
-    def __init__(self, model: nn.Module, communication: Communication, *, master: ZeRO2Master | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        communication: Communication,
+        *,
+        master: ZeRO2Master | None = None,
+        optimizers: Optimizers | None = None,
+        ema: ShardedEMA | None = None,
+    ) -> None:
+        """Act for a model of which is trained what requires a gradient now (a division lends some to frozen weights).
+
+        Args:
+            master, optimizers, ema: what training keeps beside the model, if anything.
+        """
         banks = [(name, module) for name, module in model.named_modules() if isinstance(module, RotationBank)]
         if len(banks) != 1:
             raise ValueError(f"the model registers {len(banks)} rotation banks, not one; place rotations first")
@@ -68,6 +64,12 @@ class Coordinator:
         self.prefix, self.bank = f"{banks[0][0]}.", banks[0][1]
         self.communication = communication
         self.master = master
+        self._optimizers = optimizers
+        self._ema = ema
+        bank = set(self.bank.parameters())
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter not in bank]
+        self._weights = [name for name, _ in named]
+        self._trained = [name for name, parameter in named if parameter.requires_grad]
 
     @torch.no_grad()
     def broadcast(self) -> None:
@@ -184,62 +186,63 @@ class Coordinator:
         local = _squared_norm([grad.to_local() for grad in shards])
         return whole + self.communication.reduce_(local) / (mesh.size() // mesh.size(mesh.ndim - 1))
 
-    @torch.no_grad()
-    def divergence(self) -> Divergence:
-        """Compare the ranks' rotations by digests of 8 bytes each; only if those differ, number by number."""
-        rotations = dict(self.bank.items())
-        if not rotations or self.communication.world_size == 1:
-            return Divergence()
-        digests = torch.stack([bit_digest(matrix) for matrix in rotations.values()])
-        highest, inverted_lowest = self.communication.reduce_(torch.stack([digests, ~digests]), "max")
-        differing = (highest != ~inverted_lowest).tolist()
-        names = tuple(name for name, differs in zip(rotations, differing, strict=True) if differs)
-        if not names:
-            return Divergence()
-        return Divergence(
-            max_abs_diff=max(self._max_abs_diff(rotations[name]) for name in names),
-            names=names,
-            ranks=self._odd_ranks(digests),
-        )
+    def divergence(self, *, frozen: bool = False) -> Divergence:
+        """Compare the replicas of all rotations and trained weights, those of shards too (one collective, as a rule).
 
-    def settle(self, divergence: Divergence, policy: OnDivergence, *, step: int) -> None:
+        The clip ratios that quantizers search are not compared: they follow from these.
+
+        Args:
+            frozen: compare frozen weights as well, which takes reading all of them.
+        """
+        return compare(self._held(self._weights if frozen else self._trained), communication=self.communication)
+
+    def settle(self, divergence: Divergence, policy: OnDivergence, *, step: int) -> bool:
         """Do what the policy says about a divergence; every rank comes to the same decision.
+
+        Returns:
+            Whether anything was overwritten, after which clip ratios are to be searched anew.
 
         Raises:
             ArithmeticError: the policy is `raise`.
         """
         if not divergence.names:
-            return
+            return False
         text = f"step {step}: {divergence.line()}"
         if policy is OnDivergence["raise"]:
             raise ArithmeticError(f"{text}; metrics.on_divergence=log or rebroadcast goes on")
         LOGGER.warning(text)
         if policy is OnDivergence["rebroadcast"]:
-            self.broadcast()
+            self._rebroadcast(divergence.names)
+            return True
+        return False
 
-    def _max_abs_diff(self, matrix: Tensor) -> float:
-        highest = self.communication.reduce_(matrix.detach().clone(), "max")
-        lowest = self.communication.reduce_(matrix.detach().clone(), "min")
-        return float((highest - lowest).abs().max())
+    def _rebroadcast(self, names: Sequence[str]) -> None:
+        """Give every replica the first one's numbers and what its optimizer and average have of them.
 
-    def _odd_ranks(self, digests: Tensor) -> tuple[int, ...]:
-        """Return the ranks whose digests differ from rank 0's."""
-        every = torch.zeros(self.communication.world_size, len(digests), dtype=digests.dtype, device=digests.device)
-        every[self.communication.rank] = digests
-        odd = (self.communication.reduce_(every) != every[0]).any(1)
-        return tuple(odd.nonzero().flatten().tolist())
+        The master's weights are published anew instead, since it holds each of them once.
+        """
+        published = set(self.master.layout.shapes if self.master else ()) & set(names)
+        copied = [name for name in names if name not in published]
+        held = self._held(self._weights)
+        values = {name: held[name] for name in copied} | self._kept_beside(copied)
+        copy_first(values, communication=self.communication)
+        if self.master is not None and published:
+            self.master.publish()
 
+    def _held(self, weights: Sequence[str]) -> dict[str, Tensor]:
+        """Return the rotations and the weights named, as this rank holds them."""
+        reshard(self.model)
+        named = {name: self.model.get_parameter(name).detach() for name in weights}
+        return {name: matrix.detach() for name, matrix in self.bank.items()} | named
 
-def bit_digest(matrix: Tensor) -> Tensor:
-    """Return an int64 scalar that differs when any single number of (..., n, n) float32 or float64 differs in any bit.
-
-    Row and column sums of the bit patterns, weighted by odd and by even numbers, modulo 2⁶⁴: a number's own weight is
-    then odd, so no change of it is a multiple of 2⁶⁴.
-    """
-    bits = matrix.detach().contiguous().view(torch.int32 if matrix.dtype == torch.float32 else torch.int64)
-    bits = bits.flatten(end_dim=-2)
-    weights = torch.arange(1, 2 * len(bits), 2, device=bits.device)
-    return (bits.sum(1) * weights).sum() + 62 * (bits.sum(0) * weights[: bits.shape[1]]).sum()
+    def _kept_beside(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return moments and averages of what is named."""
+        moments = self._optimizers.tensors() if self._optimizers is not None else {}
+        averages = self._ema.state() if self._ema is not None else {}
+        rotations = {name: f"{self.prefix}{name}" for name, _ in self.bank.items()}
+        averaged = {f"average/{name}": averages.get(rotations.get(name, name)) for name in names}
+        found = {key: moment for key, moment in moments.items() if key.rpartition("/")[0] in names}
+        return found | {key: average for key, average in averaged.items() if isinstance(average, Tensor)}
 
 
 def _squared_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -60,7 +60,11 @@ def train(
         Interrupted: a signal ended the run, and the state was saved.
     """
     model, result = state.model, state.result
-    coordinator = Coordinator(model.network, communication, master=state.master)
+    coordinator = Coordinator(
+        model.network, communication, master=state.master, optimizers=state.optimizers, ema=state.ema
+    )
+    on_divergence = config.metrics.on_divergence
+    coordinator.settle(coordinator.divergence(frozen=True), on_divergence, step=state.step)
     objective = build(config.objective)
     meter = Meter(state, config, coordinator, guard, utilization)
 
@@ -112,7 +116,8 @@ def train(
                 save()
             if stopping:
                 raise Interrupted(stop.signal or signal.SIGTERM)
-        state.conclude(coordinator.divergence())  # before projection and broadcast, after which all is well
+        state.conclude(coordinator.divergence(frozen=True))  # before projection and broadcast, after which all is well
+        coordinator.settle(result.divergence, on_divergence, step=state.step)
         state.optimizers.project()
         coordinator.broadcast()
     result.seconds = meter.seconds

@@ -93,7 +93,8 @@ class Meter:
             row["grad_norm/weights"] = norms.weights.item()
         if step % config.metrics.divergence_every == 0 or step == config.train.steps:
             divergence = self.coordinator.divergence()
-            self.coordinator.settle(divergence, config.metrics.on_divergence, step=step)
+            if self.coordinator.settle(divergence, config.metrics.on_divergence, step=step):
+                self.state.model.refresh_quantizers()
             row |= {"replica/max_abs_diff": divergence.max_abs_diff, "replica/num_divergent": len(divergence.names)}
         if step % config.metrics.rotation_every == 0 or step == config.train.steps:
             row |= rotation_metrics(self.state.model.bank.snapshot(), self.state.start)

@@ -22,9 +22,9 @@ from rotexp.sharding.ema import MASTER, ShardedEMA
 from rotexp.sharding.flat import divided, flattened
 from rotexp.sharding.master import ZeRO2Master
 from rotexp.sharding.pieces import Pieces
+from rotexp.sharding.replicas import Divergence
 from rotexp.sharding.shards import local_rows, reshard
 from rotexp.training.best import Best, Choice
-from rotexp.training.coordinator import Divergence
 from rotexp.training.optimizers import Optimizers
 
 
@@ -152,8 +152,8 @@ class TrainingState:
     def conclude(self, divergence: Divergence) -> None:
         """Keep what replicas and rotations are like when training ends."""
         self.result.divergence = divergence
-        differing = dict.fromkeys(divergence.names, divergence.max_abs_diff)
-        self.result.rotations = rotation_rows(self.model.bank.snapshot(), self.start, divergence=differing)
+        rotations = self.model.bank.snapshot()
+        self.result.rotations = rotation_rows(rotations, self.start, divergence=divergence.differences)
 
     def _offer(self, choice: Choice) -> None:
         """Keep what is trained as it is now, if it is better than what is kept."""

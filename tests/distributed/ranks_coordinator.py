@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from ranks_experiment import compose, run_experiments
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from rotexp.config import OnDivergence
 from rotexp.rotation.bank import RotationBank
 from rotexp.sharding.communication import Communication
+from rotexp.sharding.ema import ShardedEMA
 from rotexp.sharding.master import ZeRO2Master
 from rotexp.sharding.shards import local_rows
 from rotexp.training.coordinator import Coordinator
+from rotexp.training.optimizers import Optimizers
 
 
 class Net(nn.Module):
@@ -162,3 +166,97 @@ def find_nonfinite_in_master() -> tuple[str | None, list[float]]:
     coordinator.consolidate(torch.zeros(1))
     norms = coordinator.clip(1.0)
     return coordinator.nonfinite(), [norms.total.item(), norms.weights.item()]
+
+
+@torch.no_grad()
+def plant_in_what_ranks_hold(replicate: int) -> dict[str, Any]:
+    """Spoil, on the last rank, one thing after another of what is trained; look, and repair.
+
+    The first linear is sharded, over the last axis of a mesh of two if `replicate` > 1; all else is whole.
+    """
+    model, bank, communication = _open()
+    mesh = init_device_mesh("cpu", (communication.world_size,), mesh_dim_names=("shard",))
+    if replicate > 1:
+        sizes = (replicate, communication.world_size // replicate)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    fully_shard(model.first, mesh=mesh)
+    weights = {name: p for name, p in model.named_parameters() if not name.startswith("rotation_bank")}
+    model.last.weight.requires_grad_(False)
+    trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    optimizers = Optimizers({}, trained, compose([]))
+    ema = ShardedEMA(model, [*trained], decay=0.9, rotations=(), communication=communication)
+    coordinator = Coordinator(model, communication, optimizers=optimizers, ema=ema)
+    moments = {name: moment for name, moment in optimizers.tensors().items() if name.endswith("exp_avg")}
+    last = communication.rank == communication.world_size - 1
+
+    def spoil(*changes: tuple[Tensor, float]) -> dict[str, Any]:
+        before = {name: local_rows(weight).clone() for name, weight in [*weights.items(), ("R1", bank["R1"])]}
+        for tensor, change in changes if last else ():
+            local_rows(tensor).view(-1)[1] += change
+        found = coordinator.divergence()
+        every = coordinator.divergence(frozen=True)
+        repaired = coordinator.settle(every, OnDivergence["rebroadcast"], step=7)
+        after = {name: local_rows(weight) for name, weight in [*weights.items(), ("R1", bank["R1"])]}
+        return {
+            "found": (dict(found.differences), found.ranks, found.max_abs_diff),
+            "every": dict(every.differences),
+            "repaired": repaired,
+            "restored": all(torch.equal(after[name], values) for name, values in before.items()),
+        }
+
+    bias, sharded = model.last.bias, weights["first.weight"]
+    moved = (moments["last.bias/exp_avg"], ema.state()["last.bias"])
+    if last:
+        for tensor in moved:
+            local_rows(tensor).view(-1)[1] = 5.0
+    return {
+        "nothing": spoil(),
+        "a weight": spoil((bias, 0.25)),
+        "a weight and a rotation": spoil((bias, 0.25), (bank["R1"], -0.5)),
+        "a frozen weight": spoil((model.last.weight, 0.125)),
+        "no number": spoil((bias, torch.nan)),
+        "beside": [local_rows(tensor).view(-1)[1].item() for tensor in moved],
+        "a shard": spoil((sharded, 2.0)),
+    }
+
+
+@torch.no_grad()
+def spoil_the_masters() -> dict[str, Any]:
+    """Change a compute weight on rank 0 alone: the master knows what it was."""
+    model, _, communication = _open()
+    names = ["first.weight", "last.weight"]
+    master = ZeRO2Master(model, names, communication=communication, bucket_mib=2.0**-16)
+    coordinator = Coordinator(model, communication, master=master)
+    before = model.first.weight.clone()
+    if communication.rank == 0:
+        model.first.weight[1, 2] += 0.25
+    found = coordinator.divergence()
+    coordinator.settle(found, OnDivergence["rebroadcast"], step=1)
+    return {
+        "found": (dict(found.differences), found.ranks),
+        "restored": torch.equal(model.first.weight, before),
+        "after": coordinator.divergence().names,
+    }
+
+
+def spoil_a_run(policy: str, folder: str) -> dict[str, Any]:
+    """Train everything at defaults, and add 0.25 to a weight on rank 1 in the second step."""
+    from rotexp.tracking.phases import PhaseError
+    from rotexp.training.state import TrainingState
+
+    advance = TrainingState.advance
+
+    def spoiled(state: TrainingState, loss: float) -> None:
+        advance(state, loss)
+        if state.step == 2 and dist.get_rank() == 1:
+            state.model.network.get_parameter(SPOILED).detach()[3, 4] += 0.25
+
+    overrides = ["model=random_llama", "train.params=all", "optimizer.lr=0.1", "metrics.divergence_every=1"]
+    with mock.patch.object(TrainingState, "advance", spoiled):
+        try:
+            return run_experiments({policy: [*overrides, f"metrics.on_divergence={policy}"]}, folder)[policy]
+        except PhaseError as error:
+            return {"error": str(error)}
+
+
+SPOILED = "model.layers.0.self_attn.q_proj.weight"

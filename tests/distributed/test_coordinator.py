@@ -79,3 +79,51 @@ def test_a_weight_of_the_master_is_named_on_all_ranks(tmp_path: Path, world_size
     for name, norms in run_world(on_ranks.find_nonfinite_in_master, world_size=world_size, folder=tmp_path):
         assert name == "last.weight"
         assert norms == [float("inf")] * 2
+
+
+@pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 2)])
+def test_whatever_ranks_hold_alike_is_compared_and_repaired(tmp_path: Path, world_size: int, replicate: int) -> None:
+    odd, exact = (world_size - 1,), pytest.approx
+    ranks = run_world(on_ranks.plant_in_what_ranks_hold, replicate, world_size=world_size, folder=tmp_path)
+    for index, rank in enumerate(ranks):
+        assert rank["nothing"] == {"found": ({}, (), 0.0), "every": {}, "repaired": False, "restored": True}
+        expected = {
+            "a weight": ({"last.bias": 0.25}, odd, 0.25),
+            "a weight and a rotation": ({"R1": 0.5, "last.bias": 0.25}, odd, 0.5),
+            "a frozen weight": ({}, (), 0.0),
+            "no number": ({"last.bias": np.inf}, odd, np.inf),
+            "a shard": ({"first.weight": 2.0}, odd, 2.0) if replicate > 1 else ({}, (), 0.0),
+        }
+        for case, (differences, strayed, largest) in expected.items():
+            found = rank[case]
+            assert found["found"] == (exact(differences, abs=1e-6), strayed, exact(largest, abs=1e-6)), case
+            assert found["repaired"] is (case != "a shard" or replicate > 1)
+            assert found["restored"] is (found["repaired"] or index not in odd), case
+        assert rank["a frozen weight"]["every"] == {"last.weight": exact(0.125, abs=1e-6)}
+        assert rank["beside"] == ranks[0]["beside"], "its moment and its average come along"
+        assert rank["beside"][0] == 0.0
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_weight_of_the_master_is_what_the_master_says(tmp_path: Path, world_size: int) -> None:
+    for rank in run_world(on_ranks.spoil_the_masters, world_size=world_size, folder=tmp_path):
+        differences, ranks = rank["found"]
+        assert differences == {"first.weight": pytest.approx(0.25, abs=1e-6)}
+        assert ranks == tuple(range(1, world_size))
+        assert rank["restored"]
+        assert rank["after"] == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["raise", "rebroadcast"])
+def test_a_weight_that_strays_in_a_run_is_found(tmp_path: Path, policy: str) -> None:
+    for rank in run_world(on_ranks.spoil_a_run, policy, str(tmp_path), world_size=2, folder=tmp_path):
+        if policy == "raise":
+            assert (
+                f"step 2: {on_ranks.SPOILED} differ from the first replica's on rank 1 by up to 2.5e-01"
+                in rank["error"]
+            )
+            continue
+        assert [row["replica/num_divergent"] for row in rank["rows"]] == [0, 1, 0]
+        assert rank["rows"][1]["replica/max_abs_diff"] == pytest.approx(0.25, abs=1e-6)
+        assert rank["divergence"] == 0.0
