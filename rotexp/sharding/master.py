@@ -11,6 +11,7 @@ from rotexp.config import require
 from rotexp.sharding.buckets import Bucket, lay_out
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.pieces import Pieces
+from rotexp.sharding.replicas import compare, copy_first
 
 
 class ZeRO2Master:
@@ -65,7 +66,13 @@ class ZeRO2Master:
 
     @torch.no_grad()
     def rebuild(self) -> None:
-        """Set the master to the weights that the model holds now, as after loading."""
+        """Set the weights of all ranks and the master to what rank 0's model holds now, as after loading.
+
+        One collective where all ranks hold the same, and one more a weight where they do not.
+        """
+        weights = {name: self.model.get_parameter(name).detach() for name in self.layout.shapes}
+        differing = compare(weights, communication=self.communication).names
+        copy_first({name: weights[name] for name in differing}, communication=self.communication)
         for bucket, piece in self._by_bucket(self.shard.detach()):
             values = self._zeros(bucket)
             for span in bucket.spans:

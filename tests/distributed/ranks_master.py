@@ -202,3 +202,21 @@ def drop_a_step_and_load() -> dict[str, Any]:
             parameter.zero_()
     master.publish()
     return {"left": left, "stepped": stepped, "rebuilt": rebuilt, "published": weights(model)}
+
+
+@torch.no_grad()
+def change_rank_zero_alone() -> dict[str, Any]:
+    """Load other weights on rank 0, and change one number of another rank's; rebuild."""
+    model = Net()
+    master, _ = start(model)
+    if master.communication.rank == 0:
+        model.load_state_dict(Net(seed=5).state_dict())
+    else:
+        model.norm[3] = 7.0
+    master.rebuild()
+    rebuilt, held = values(master.full()), weights(model)
+    before = master.communication.num_collectives
+    master.rebuild()
+    collectives = master.communication.num_collectives - before
+    master.publish()
+    return {"rebuilt": rebuilt, "held": held, "published": weights(model), "collectives": collectives}

@@ -117,3 +117,13 @@ def test_a_dropped_step_leaves_nothing_and_loaded_weights_become_the_master(tmp_
         assert_close(found["stepped"], expected[0])
         assert_equal(found["rebuilt"], loaded if rank == 0 else {})
         assert_equal(found["published"], loaded)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_weights_loaded_on_rank_zero_alone_become_everyones(tmp_path: Path, world_size: int) -> None:
+    loaded = on_ranks.weights(Net(seed=5))
+    for rank, found in enumerate(run_world(on_ranks.change_rank_zero_alone, world_size=world_size, folder=tmp_path)):
+        assert_equal(found["rebuilt"], loaded if rank == 0 else {})
+        assert_equal(found["held"], loaded)
+        assert_equal(found["published"], loaded)
+        assert found["collectives"] == 1, "ranks that agree compare digests and send nothing"
