@@ -71,10 +71,23 @@ def run_world(
     Raises:
         RuntimeError: a rank failed, or they took longer than `timeout` seconds.
     """
+    command = [sys.executable, "-m", "benchmarks.ranks", "--output", str(output), *request.arguments()]
+    start_ranks(command, world_size=world_size, threads=request.threads, timeout=timeout)
+    return facts.read_json(output)
+
+
+def start_ranks(command: Sequence[str], *, world_size: int, threads: int, timeout: float = TIMEOUT_SECONDS) -> None:
+    """Run a command as every rank of a world on this machine, its environment as torchrun would set it.
+
+    Raises:
+        RuntimeError: a rank failed, or they took longer than `timeout` seconds.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    processes = [_start(request, output, rank, world_size=world_size, port=port) for rank in range(world_size)]
+    environment = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
+    environment |= {"OMP_NUM_THREADS": threads}
+    processes = [_start(command, {"RANK": rank, "LOCAL_RANK": rank, **environment}) for rank in range(world_size)]
     limit = time.monotonic() + timeout
     try:
         errors = [process.communicate(timeout=max(0.1, limit - time.monotonic()))[1] for process in processes]
@@ -87,19 +100,10 @@ def run_world(
     failed = [rank for rank, process in enumerate(processes) if process.returncode]
     if failed:
         raise RuntimeError(f"rank {failed[0]} of {world_size} failed: {errors[failed[0]][-1000:]}")
-    return facts.read_json(output)
 
 
-def _start(request: RankRequest, output: Path, rank: int, *, world_size: int, port: int) -> subprocess.Popen[str]:
-    environment = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": str(request.threads),
-    }
-    command = [sys.executable, "-m", "benchmarks.ranks", "--output", str(output), *request.arguments()]
+def _start(command: Sequence[str], variables: dict[str, int]) -> subprocess.Popen[str]:
+    environment = os.environ | {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "localhost"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 

@@ -16,6 +16,7 @@ from benchmarks import (
     flops,
     footprint,
     memory,
+    overhead,
     page,
     peers,
     plot,
@@ -354,10 +355,13 @@ def test_startup_runs(tmp_path: Path) -> None:
 
 def test_overhead_runs(tmp_path: Path) -> None:
     output = tmp_path / "overhead.json"
-    program = [sys.executable, "-m", "benchmarks.overhead", "--repetitions", "1", "--output", str(output)]
-    run(*program, "model=random_llama", "data.sequence_length=16", "data.global_batch_size=1")
-    share = facts.read_json(output)["figures"]["overhead"]["share"]
-    assert 0.0 <= share["median"] <= 1.0
+    runs = ["--runs", "rotations, full", "--repetitions", "1"]
+    overhead.main([*runs, "--output", str(output), "model=random_llama", "data.sequence_length=16"])
+    (found,) = facts.read_json(output)["figures"]["overhead"]
+    assert found["ranks"] == 2
+    assert found["wall"]["count"] == 1
+    assert 0.0 < found["digest"]["mean"] < found["processor"]["mean"] < 1.0
+    assert 0.0 < found["wall"]["mean"] < 1.0
 
 
 def test_the_check_of_an_accelerator_needs_only_torch_and_transformers(tmp_path: Path) -> None:
