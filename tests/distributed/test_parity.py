@@ -137,12 +137,16 @@ def test_held_out_figures_equal_one_process(results: Any, world_size: int, name:
 
 
 def test_one_gradient_collective_a_step(results: Any) -> None:
-    """A step issues the gradients' all-reduce and the memory's; the last one adds the divergence digest."""
+    """A step issues the gradients' all-reduce and the memory's; the last one adds the divergence digest.
+
+    Only `full` may exchange own rows of divided weights on top, as many in every step: see test_communication.
+    """
     for (world_size, name), ranks in results.items():
         if "resumed" in name:
             continue
-        counts = [row["comm/num_collectives"] for row in ranks[0]["rows"]]
-        assert counts == ([0, 0, 0] if world_size == 1 else [1, 2, 3]), (world_size, name)
+        first, *later = [row["comm/num_collectives"] for row in ranks[0]["rows"]]
+        assert later == ([0, 0] if world_size == 1 else [first + 1, first + 2]), (world_size, name)
+        assert first == min(world_size - 1, 1) or name.startswith("full"), (world_size, name)
 
 
 @pytest.mark.parametrize(
