@@ -22,8 +22,10 @@ from rotexp.config import QuantConfig, RotationConfig, RotationInit, ShardingCon
 from rotexp.models.arch import find_spec
 from rotexp.models.load import checkpoint_layers
 from rotexp.optim.cayley_sgd import CayleySGD
+from rotexp.optim.options import CayleySGDOptions
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation import divided
+from rotexp.rotation.bank import draw
 from rotexp.rotation.merge import prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.placement import place
@@ -82,7 +84,7 @@ class _Training:
         self.communication = Communication(rank=rank, world_size=world_size)
         self.model = self._model()
         self.coordinator = Coordinator(self.model.network, self.communication)
-        self.optimizer = CayleySGD([matrix for _, matrix in self.model.bank.items()], lr=0.003)
+        self.optimizer = CayleySGD([matrix for _, matrix in self.model.bank.items()], lr=CayleySGDOptions.lr)
         self.token_ids = torch.randint(VOCABULARY, (BLOCKS, TOKENS), generator=torch.Generator().manual_seed(1))
         self.parts = self.token_ids.chunk(world_size)[rank].chunk(case.accumulated)
         self.objective = KLDivergence() if case.distilled else CrossEntropy()
@@ -108,13 +110,15 @@ class _Training:
 
     def run(self) -> dict[str, Any]:
         """Take a few steps; return losses, gradients, rotations and what the last step moved and computed."""
-        found: dict[str, Any] = {"losses": [], "gradients": []}
+        found: dict[str, Any] = {"losses": [], "gradients": [], "stepped": []}
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(divided, "multiply_adds_per_byte", return_value=self.case.wire))
             stack.enter_context(self.model.mode.set(rotate=True, quantize=True))
             self.division = stack.enter_context(self._dividing())
-            for _ in range(STEPS):
+            for step in range(STEPS):
+                self._prescribe(step)
                 found["losses"].append(self._step(found["gradients"]))
+                found["stepped"].append(self._rotations())
             with CollectiveCounter() as counter:
                 self._forward_backward()
             self._touch_rotations()
@@ -126,7 +130,7 @@ class _Training:
         bank = set(self.model.bank.parameters())
         others = [parameter for parameter in self.model.network.parameters() if parameter not in bank]
         return found | {
-            "rotations": {name: matrix.detach().numpy() for name, matrix in self.model.bank.items()},
+            "rotations": self._rotations(),
             "divergence": self.coordinator.divergence().max_abs_diff,
             "collectives": dict(counter.seen.counts),
             "bytes": dict(counter.seen.num_bytes),
@@ -138,6 +142,16 @@ class _Training:
     def _dividing(self) -> AbstractContextManager[divided.Division]:
         communication, frozen = self.communication, self.case.divided
         return divided.dividing(self.model, self.sharding, communication=communication, frozen=frozen)
+
+    @torch.no_grad()
+    def _prescribe(self, step: int) -> None:
+        """Begin a step with rotations of its own: those that steps leave part by rounding, which training amplifies."""
+        for name, matrix in self.model.bank.items():
+            blocks = len(matrix) if matrix.ndim == 3 else None
+            matrix.copy_(draw("random", matrix.shape[-1], name=name, seed=step, blocks=blocks))
+
+    def _rotations(self) -> dict[str, Any]:
+        return {name: matrix.detach().numpy().copy() for name, matrix in self.model.bank.items()}
 
     def _again(self, *, refreshed: bool) -> float:
         """Return the next step's loss of a training that begins here, with the clip ratios that quantizers hold."""
