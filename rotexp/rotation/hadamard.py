@@ -30,7 +30,7 @@ _PASS_COST = 128
 
 
 def hadamard(order: int) -> Tensor:
-    """Construct a Hadamard matrix as the Kronecker product of Sylvester and Paley matrices.
+    """Construct a Hadamard matrix as the Kronecker product of the matrices of its factors.
 
     Args:
         order: 1, 2 or a multiple of 4 for which `is_constructible` holds.
@@ -52,7 +52,8 @@ def hadamard_factors(order: int) -> tuple[int, ...]:
         order: 1, 2 or a multiple of 4 for which `is_constructible` holds.
 
     Returns:
-        Ascending orders whose product is `order`, each of one Sylvester or Paley matrix.
+        Ascending orders whose product is `order`, each of one matrix: Sylvester's or Paley's where products of these
+            reach the order, else of the other constructions too.
 
     Raises:
         ValueError: if the order cannot be constructed; the message is `hadamard_obstacle`'s.
