@@ -26,7 +26,7 @@ def test_a_run_ends_with_orthogonal_rotations(
     kept = [override for override in small if not override.startswith(("model.path=", "launch.threads="))]
     job = [*kept, f"model.path={wide_checkpoint}", f"launch.threads={threads}", "tracker=jsonl"]
     ranked = ["sharding=full", "launch.nproc=2"] if ranks == 2 else []
-    run = run_train(tmp_path / "run", *job, *ranked)
+    run = run_train(tmp_path / "run", *job, *ranked, timeout=280)
     assert (run.code, run.errors) == (0, "")
     assert len(run.steps) == 2
     assert all(math.isfinite(row["train/loss"]) for row in run.steps)
