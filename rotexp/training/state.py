@@ -100,15 +100,13 @@ class TrainingState:
         if config.sharding.strategy is not Strategy.zero2_master or not names:
             return None
         sharding = config.sharding
-        master = ZeRO2Master(
+        return ZeRO2Master(
             self.model.network,
             names,
             communication=communication,
             bucket_mib=sharding.bucket_mib,
             sim_world=sharding.sim_world,
         )
-        master.rebuild()
-        return master
 
     def _ema(self, config: Config, communication: Communication) -> ShardedEMA | None:
         if config.ema.decay is None:
