@@ -101,8 +101,12 @@ class Measurements:
             self._record("trained", self._evaluate(model)[0])
 
     def held_out_loss(self, model: RotatedModel) -> float:
-        """Return the mean next-token loss, in nats, of the model in its present mode on the held-out windows."""
-        with self._reusing(model):
+        """Return the mean next-token loss, in nats, of the model in its present mode on the held-out windows.
+
+        Clip ratios are searched for the present rotations, as for the rows; those that training goes on with, which may
+        be `quant.refresh_every` - 1 steps old, are put back.
+        """
+        with model.fresh_quantizers(), self._reusing(model):
             loss = next_token_loss(model.logits, self._inputs.evaluation, share=self._share)
         reshard(model.network)  # a forward without backward leaves the root gathered
         return loss

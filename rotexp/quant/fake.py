@@ -174,7 +174,7 @@ class FakeQuantizer:
         return self._clip_ratios
 
     @clip_ratios.setter
-    def clip_ratios(self, ratios: Tensor) -> None:
+    def clip_ratios(self, ratios: Tensor | None) -> None:
         self._clip_ratios = ratios
 
     def _clip(self, x: Tensor) -> float | Tensor:

@@ -107,6 +107,11 @@ class RotatedExperts(nn.Module):
         name, online = self.residual.name if self.residual else "", self.online or self._unbaked
         return (f"{name}; down R4: H{online.order}, online" if online else name), name
 
+    @property
+    def searching_quantizers(self) -> list[FakeQuantizer]:
+        """The quantizers that keep clip ratios of the weights."""
+        return list(self.weight_quantizers.values())
+
     def quantized_widths(self) -> list[tuple[str, QuantSpec, int]]:
         """Return for weights and activations their quantizer's spec and each width it divides into groups."""
         widths = self.gate_up_proj.shape[-1], self.down_proj.shape[-1]

@@ -140,6 +140,11 @@ class RotatedLinear(nn.Module):
         """The quantizer of each weight, by the weight's name."""
         return {"weight": self.weight_quantizer}
 
+    @property
+    def searching_quantizers(self) -> list[FakeQuantizer]:
+        """The quantizers that keep clip ratios: the whole weight's, and that of this rank's rows where it is divided."""
+        return [self.weight_quantizer, *([] if self.divided is None else [self.divided.own.quantizer])]
+
     def quantized_widths(self) -> list[tuple[str, QuantSpec, int]]:
         """Return for weights and activations their quantizer's spec and the width it divides into groups."""
         width = self.weight.shape[1]

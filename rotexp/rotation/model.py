@@ -12,6 +12,7 @@ from torch import nn
 
 from rotexp.config import RotationConfig, RotationInit
 from rotexp.models.arch import ArchSpec, decoder_layers, embedding_name, head_name
+from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.scales import QuantizerScales
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation, RotationBank, draw
@@ -117,6 +118,25 @@ class RotatedModel:
         """Forget every cached clip ratio; to be called when weights or rotations have moved."""
         for module in self.rotated_modules:
             module.refresh()
+
+    @contextmanager
+    def fresh_quantizers(self) -> Iterator[None]:
+        """Search clip ratios anew inside the block, and use after it, bit for bit, those that were in use before.
+
+        Where none were, those after it are searched once more. Quantized weights must not stay gathered beyond it.
+        """
+        held = [(quantizer, quantizer.clip_ratios) for quantizer in self._searching_quantizers()]
+        self.refresh_quantizers()
+        try:
+            yield
+        finally:
+            self.refresh_quantizers()  # codes too, which were made by the ratios of the block
+            for quantizer, ratios in held:
+                quantizer.clip_ratios = ratios
+
+    def _searching_quantizers(self) -> Iterator[FakeQuantizer]:
+        for module in self.rotated_modules:
+            yield from module.searching_quantizers
 
     @contextmanager
     def reusing_weights(self) -> Iterator[None]:
