@@ -142,7 +142,7 @@ class RotatedLinear(nn.Module):
 
     @property
     def searching_quantizers(self) -> list[FakeQuantizer]:
-        """The quantizers that keep clip ratios: the whole weight's, and that of this rank's rows where it is divided."""
+        """The quantizers that keep clip ratios: the whole weight's, and that of this rank's rows if it is divided."""
         return [self.weight_quantizer, *([] if self.divided is None else [self.divided.own.quantizer])]
 
     def quantized_widths(self) -> list[tuple[str, QuantSpec, int]]:
