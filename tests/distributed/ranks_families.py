@@ -45,8 +45,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma": WIDE,
 }
 ROTATION = RotationConfig(r1=True, r2=True, r3=None, r4=True, init=RotationInit.random)
-EIGHT_BITS = QuantSpec(8, symmetric=False)
-QUANT = QuantConfig(weights=EIGHT_BITS, activations=EIGHT_BITS, kv=EIGHT_BITS)
+ASYMMETRIC = QuantSpec(4, symmetric=False)
+QUANT = QuantConfig(weights=QuantSpec(4, symmetric=True, clip_search=True), activations=ASYMMETRIC, kv=ASYMMETRIC)
+"""That of `quant=w4a4kv4`, which is the default but for the cache."""
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ def test_sharded_and_quantized_it_learns_and_merges_as_whole(
 ) -> None:
     for rank in results[world_size]:
         found = rank[name, strategy]
-        assert found["effect"] > 1e-4
-        assert found["errors"]["gradients"] <= 1e-2  # a last-bit difference may flip a rounding
-        assert found["errors"]["merged, quantized"] <= found["effect"] / 2
+        assert found["effect"] > 0.05
+        assert found["errors"]["gradients"] <= 1e-5
+        assert found["errors"]["merged, quantized"] <= found["effect"] / 10  # a last-bit difference may flip a rounding
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt_neox"])
