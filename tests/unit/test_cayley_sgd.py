@@ -16,9 +16,10 @@ from torch.nn import Parameter
 
 from rotexp.optim import stiefel
 from rotexp.optim.cayley_sgd import CayleySGD
-from rotexp.optim.options import CayleySGDOptions, Solver, StepRule
+from rotexp.optim.options import FIXED_POINT_ERROR, CayleySGDOptions, Solver, StepRule
 
 SEEDS = range(3)
+PAPER = {"lr": 1.5, "step_rule": "paper"}
 
 
 def random_rotation(size: int, *, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -148,6 +149,50 @@ def test_float32_stays_orthogonal_over_200_steps_and_projects_exactly(options: d
     optimizer.project()
     assert max(error.item() for error in stiefel.orthogonality_error(parameter.detach())) < 2e-7
     torch.testing.assert_close(parameter.detach(), before, atol=bound, rtol=0.0)
+
+
+@pytest.mark.parametrize("order", [64, 576])
+def test_float32_drifts_by_less_than_half_of_1e_5_between_two_retractions(order: int) -> None:
+    """At the defaults; 576 is the width of SmolLM2-135M."""
+    parameter = Parameter(random_rotation(order, seed=0, dtype=torch.float32))
+    optimizer = CayleySGD([parameter], lr=CayleySGDOptions.lr, retract_every=0)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(CayleySGDOptions.retract_every):
+        parameter.grad = torch.randn(order, order, generator=generator)
+        optimizer.step()
+    rows, columns = (error.item() for error in stiefel.orthogonality_error(parameter.detach()))
+    assert max(rows, columns) < 5e-6
+    assert rows < 4 * columns
+
+
+def plane_step(size: int, *, dtype: torch.dtype, **options: Any) -> Tensor:
+    """Return where a step leads from the identity if the gradient lies in one coordinate plane, however long it is."""
+    gradient = torch.zeros(1, size, size, dtype=dtype)
+    gradient[0, 0, 1] = 100.0
+    return run(torch.eye(size, dtype=dtype), gradient, **options)[0]
+
+
+@pytest.mark.parametrize("size", [2, 64])
+@pytest.mark.parametrize("iterations", range(1, 9))
+def test_no_step_below_the_limit_of_the_fixed_point_leaves_the_group_further_than_it_says(
+    iterations: int, size: int
+) -> None:
+    options = CayleySGDOptions(solver=Solver.fixed_point, fixed_point_iterations=iterations)
+    given: dict[str, Any] = {"solver": "fixed_point", "fixed_point_iterations": iterations}
+    moved = plane_step(size, dtype=torch.float64, lr=0.9999 * options.lr_limit, **given)
+    drift = max(error.item() for error in stiefel.orthogonality_error(moved))
+    assert drift <= FIXED_POINT_ERROR
+    assert iterations % 2 or drift > 0.9 * FIXED_POINT_ERROR  # odd ones err along the plane's turn, not off the group
+
+
+@pytest.mark.parametrize("size", [2, 64])
+@pytest.mark.parametrize(("options", "least", "most"), [({"lr": 0.1}, 0.0, 2e-7), (PAPER, 0.01, 2 * 0.5**7)])
+def test_five_products_are_as_exact_as_the_options_say(
+    options: dict[str, Any], least: float, most: float, size: int
+) -> None:
+    exact, approximate = (plane_step(size, dtype=torch.float32, solver=solver.name, **options) for solver in Solver)
+    assert least <= torch.linalg.matrix_norm(exact - approximate, ord=2).item() <= most
+    assert least <= max(error.item() for error in stiefel.orthogonality_error(approximate)) <= most
 
 
 @pytest.mark.parametrize("seed", SEEDS)
