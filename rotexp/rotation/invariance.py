@@ -17,8 +17,12 @@ from rotexp.rotation.model import RotatedModel
 PROOF_TOKENS = 64
 """How many tokens the proofs run on."""
 
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
-"""Largest relative logit error by the weights' dtype; the coarse ones leave room for rounding of folded weights."""
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+"""Largest error of the logits by the weights' dtype, as `logit_error` measures it.
+
+Rounding of folded and merged weights takes 1.6e-2 of bfloat16 and 2.7e-3 of float16 (the families' test models,
+SmolLM2-135M), so that a fault is only seen there if it changes most tokens by more than some percent.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,21 @@ def relative_error(original: Tensor, changed: Tensor) -> float:
     return float((changed - original).abs().max() / original.abs().max())
 
 
+def median_token_error(original: Tensor, changed: Tensor) -> float:
+    """Return the median over tokens of ‖changed − original‖₂ / ‖original‖₂, for (batch, tokens, channels)."""
+    errors = torch.linalg.vector_norm(changed - original, dim=-1) / torch.linalg.vector_norm(original, dim=-1)
+    return float(errors.median())
+
+
+def logit_error(original: Tensor, changed: Tensor, *, dtype: torch.dtype) -> float:
+    """Return `relative_error` for float32 weights, else `median_token_error`.
+
+    Rounded so coarsely, single tokens part without a fault: at the worst entry the bfloat16 error of a right
+    preparation is 0.03 for SmolLM2-135M, and up to 0.2 where rounding sends a token to another expert.
+    """
+    return relative_error(original, changed) if dtype is torch.float32 else median_token_error(original, changed)
+
+
 @torch.no_grad()
 def check_merged(before: Trace, model: RotatedModel, token_ids: Tensor, *, dtype: torch.dtype) -> float:
     """Return the relative logit error of the merged model.
@@ -75,7 +94,8 @@ def check_merged(before: Trace, model: RotatedModel, token_ids: Tensor, *, dtype
     Raises:
         ArithmeticError: it exceeds the limit.
     """
-    error, limit = relative_error(before.logits, trace(model, token_ids, rotate=True).logits), LIMITS[dtype]
+    error = logit_error(before.logits, trace(model, token_ids, rotate=True).logits, dtype=dtype)
+    limit = LIMITS[dtype]
     if not error <= limit:
         raise ArithmeticError(f"invariance: merging changed the logits by {error:.1e} relative (limit {limit:.0e})")
     return error
@@ -87,10 +107,10 @@ def check_invariance(original: Trace, prepared: Trace, *, layers: str, dtype: to
     Raises:
         ArithmeticError: it exceeds the limit; the message names the worst layer and the first that exceeds it.
     """
-    error, limit = relative_error(original.logits, prepared.logits), LIMITS[dtype]
+    error, limit = logit_error(original.logits, prepared.logits, dtype=dtype), LIMITS[dtype]
     if error <= limit:
         return error
-    errors = [relative_error(*pair) for pair in zip(original.layers, prepared.layers, strict=True)]
+    errors = [logit_error(*pair, dtype=dtype) for pair in zip(original.layers, prepared.layers, strict=True)]
     worst = max(range(len(errors)), key=lambda index: (math.isnan(errors[index]), errors[index]))
     first = next((index for index, value in enumerate(errors) if not value <= limit), None)
     where = "every layer is within it, so look at the head" if first is None else f"first exceeded in {layers}.{first}"
