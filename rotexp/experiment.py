@@ -267,7 +267,6 @@ class Experiment:
     def train(self, model: RotatedModel) -> TrainingState:
         """Train what is to be trained, from the first step or a checkpoint's on."""
         config = self.config
-        model.refresh_quantizers()  # what was searched until now belongs to other rotations
         start_scales(model)
         for ratios in model.scales.parameters() if model.scales is not None else ():
             self.communication.broadcast_(ratios.detach())

@@ -60,6 +60,8 @@ def train(
         Interrupted: a signal ended the run, and the state was saved.
     """
     model, result = state.model, state.result
+    if state.step == 0:  # later it is the checkpoint that says which clip ratios are in use
+        model.refresh_quantizers()  # what was searched until now belongs to other rotations
     coordinator = Coordinator(
         model.network, communication, master=state.master, optimizers=state.optimizers, ema=state.ema
     )

@@ -275,6 +275,7 @@ class TrainingState:
                 raise ValueError(
                     f"{name} is {shape} there and {held} here; resume with the same model and train.params"
                 )
+        self.model.refresh_quantizers()  # those without ratios there search them at their next use
         quantizers = self._quantizers()
         for name, shape in facts["clip_ratios"].items():
             held = self._ratios_shape(name, quantizers[name]) if name in quantizers else None

@@ -37,43 +37,47 @@ from rotexp.training.state import TrainingState
 Factory = Callable[..., Any]
 
 
-def test_clip_ratios_searched_for_other_rotations_are_forgotten(llama: Factory, rotated: Factory) -> None:
-    spec = QuantSpec(4, symmetric=True, clip_search=True)
+W4 = QuantSpec(4, symmetric=True, clip_search=True)
+
+
+def measured(llama: Factory, rotated: Factory) -> tuple[Any, Config, Any, list[RotatedLinear]]:
+    """Return a model measured without rotations, a run of one step, its blocks, and the linears that are quantized."""
     config = Config(
         data=DataConfig(name="text", sequence_length=8, global_batch_size=2),
-        quant=QuantConfig(name="w4", weights=spec),
+        quant=QuantConfig(name="w4", weights=W4),
         rotation=RotationConfig(name="learned", init=RotationInit.random),
-        optimizer=CayleySGDConfig(lr=1e-6),
+        optimizer=CayleySGDConfig(),
         objective=COMPONENTS["objective"]["ce"],
         train=TrainConfig(steps=1),
     )
     model = rotated(llama(), config.rotation, config.quant)
     blocks = np.random.default_rng(0).integers(0, 61, (4, 8))
-    with model.mode.set(rotate=False, quantize=True):
+    with model.mode.set(rotate=False, quantize=True), torch.no_grad():
         model.logits(torch.from_numpy(blocks))
-    model.refresh_quantizers()
-    communication = Communication()
-    state = TrainingState(model, config, communication=communication)
-    saved: list[int] = []
-    train(
-        state,
-        blocks,
-        config,
-        accelerator=Accelerator(cpu=True),
-        communication=communication,
-        teacher=model.logits,
-        log=lambda _step, _row: None,
-        save=lambda: saved.append(state.step),
-        held_out_loss=lambda: 0.0,
-        stop=StopRequest(),
-    )
-    assert saved == [1]
     linears = [module for module in model.rotated_modules if isinstance(module, RotatedLinear)]
+    return model, config, blocks, linears[:-1]  # the last is the head
+
+
+def test_clip_ratios_searched_for_other_rotations_are_forgotten(llama: Factory, rotated: Factory) -> None:
+    model, config, blocks, linears = measured(llama, rotated)
+    before = [linear.weight_quantizer.clip_ratios for linear in linears]
     with model.mode.set(rotate=True, quantize=True), torch.no_grad():
-        for linear in linears[:-1]:  # the last is the head, which is not quantized
-            cached = linear.weight_quantizer._clip_ratios
-            fresh = search_clip_ratios(linear._rotated_weight(), spec=spec)
-            assert (cached == fresh).float().mean() > 0.98  # the step moved the rotations by a millionth
+        expected = [search_clip_ratios(linear._rotated_weight(), spec=W4) for linear in linears]
+    trained_rows(model, config, blocks)
+    assert config.quant.refresh_every > 1  # so that those of the first step are still there
+    for linear, old, new in zip(linears, before, expected, strict=True):
+        assert torch.equal(linear.weight_quantizer.clip_ratios, new)
+        assert not torch.equal(old, new)
+
+
+def test_clip_ratios_that_a_checkpoint_does_not_have_are_forgotten(llama: Factory, rotated: Factory) -> None:
+    """It has none if it was written right after a step that forgot them."""
+    model, config, _, linears = measured(llama, rotated)
+    state = TrainingState(model, config, communication=Communication())
+    facts = state.facts()
+    first, shape = next(iter(facts["clip_ratios"].items()))
+    state.prepare_to_load(facts | {"clip_ratios": {first: shape}})
+    assert [linear.weight_quantizer.clip_ratios is None for linear in linears] == [False] + [True] * (len(linears) - 1)
 
 
 def simulating(sim_world: int | None, *, steps: int = 2) -> Config:
@@ -89,7 +93,7 @@ def simulating(sim_world: int | None, *, steps: int = 2) -> Config:
 
 
 def trained_rows(model: Any, config: Config, blocks: Any, **given: Any) -> list[dict[str, float]]:
-    """Train all of a model, and return the logged rows."""
+    """Train a model, and return the logged rows."""
     train_also(model, config.train.params)
     communication = Communication()
     rows: list[dict[str, float]] = []
