@@ -88,6 +88,7 @@ FAMILIES = {
     "llama": Family("LlamaConfig", SHAPE),
     "llama with biases": Family("LlamaConfig", SHAPE | {"attention_bias": True, "mlp_bias": True}),
     "mistral": Family("MistralConfig", SHAPE | {"sliding_window": 4}),
+    "ministral": Family("MinistralConfig", SHAPE | SLIDING | {"head_dim": HEAD_DIM}),
     "qwen2": Family("Qwen2Config", SHAPE | {"tie_word_embeddings": True}),
     "qwen3 with wide heads": Family("Qwen3Config", SHAPE | {"head_dim": 20}),
     "gemma": Family("GemmaConfig", SHAPE | {"head_dim": 16, "attention_bias": True}),
@@ -110,6 +111,7 @@ FAMILIES = {
     "phi3": Family("Phi3Config", SHAPE),
     "phi3 with partial rotary": Family("Phi3Config", SHAPE | {"rope_parameters": HALF_ROTARY}),
     "olmo2": Family("Olmo2Config", SHAPE, POST_NORMS),
+    "olmo3 with sliding layers": Family("Olmo3Config", SHAPE | SLIDING, POST_NORMS),
     "mixtral": Family("MixtralConfig", SHAPE | {"num_local_experts": 5}),
     "qwen2_moe": Family("Qwen2MoeConfig", SHAPE | EXPERTS | {"shared_expert_intermediate_size": 28}),
     "qwen3_moe with a dense layer": Family(
