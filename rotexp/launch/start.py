@@ -91,9 +91,9 @@ def _check_torch(config: Config) -> None:
         check_torch(config.sync_mode.mode)
     strategy = config.sharding.strategy
     if not strategy.keeps_weights_whole:
-        from rotexp.sync.internals import DIVISION, TESTED_RANGE, check_internals
+        from rotexp.sync.internals import DIVISION, TESTED, check_internals
 
-        remedy = f"use sharding=no_shard, or torch {TESTED_RANGE}"
+        remedy = f"use sharding=no_shard, or torch {TESTED}, which is tested"
         check_internals(DIVISION, key=f"sharding={strategy.name}", remedy=remedy)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from rotexp.config import SyncConfig, SyncMode
-from rotexp.sync.internals import GUARD, STREAMS, TESTED_RANGE, TESTED_TORCH, check_internals
+from rotexp.sync.internals import ALLOWED_TORCH, GUARD, STREAMS, TESTED, check_internals
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def install(model: nn.Module, config: SyncConfig, *, name: str = "model") -> Uns
         The guard, or None for `sync_mode=off`, which touches nothing.
 
     Raises:
-        RuntimeError: torch's version is outside the tested range, or what the guard needs of it is another.
+        RuntimeError: torch's version is outside the allowed range, or what the guard needs of it is another.
     """
     if config.mode is SyncMode.off:
         return None
@@ -149,15 +149,15 @@ def installed() -> UnshardGuard | None:
 
 
 def check_torch(mode: SyncMode, version: str = torch.__version__) -> None:
-    """Refuse a torch the guard was not tested with.
+    """Refuse a torch that is not allowed, or whose parts are not as the guard needs them.
 
     Raises:
         RuntimeError: naming mode and version, and what is missing or has another signature.
     """
     major, minor = (int(part) for part in version.split(".")[:2])
-    key, remedy = f"sync_mode={mode.name}", f"use sync_mode=off, or torch {TESTED_RANGE}"
-    if not TESTED_TORCH[0] <= (major, minor) < TESTED_TORCH[1]:
-        raise RuntimeError(f"{key}: torch {version} is outside the tested range; {remedy}")
+    key, remedy = f"sync_mode={mode.name}", f"use sync_mode=off, or torch {TESTED}, which is tested"
+    if not ALLOWED_TORCH[0] <= (major, minor) < ALLOWED_TORCH[1]:
+        raise RuntimeError(f"{key}: torch {version} is outside the allowed range; {remedy}")
     check_internals(GUARD, key=key, remedy=remedy)
 
 

@@ -14,10 +14,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModu
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-TESTED_TORCH = ((2, 11), (2, 14))
-"""These parts were tested from the first version up to, without, the second."""
+ALLOWED_TORCH = ((2, 11), (2, 14))
+"""Versions that `pyproject.toml` allows, from the first up to, without, the second.
 
-TESTED_RANGE = "from {}.{} up to, without, {}.{}".format(*TESTED_TORCH[0], *TESTED_TORCH[1])
+Everything here was tested with 2.13 alone; the others are refused where the parts below are not as they are needed.
+"""
+
+TESTED = "2.13"
+"""The version that is recommended in place of another."""
 
 STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream")
 """The streams of FSDP2 that may read gathered parameters."""

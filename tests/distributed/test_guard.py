@@ -81,8 +81,8 @@ def test_a_second_install_merges_and_never_wraps_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "3.0.0"])
-def test_an_untested_torch_is_refused(version: str) -> None:
-    with pytest.raises(RuntimeError, match=f"sync_mode=event: torch {version} is outside the tested range; use"):
+def test_a_torch_that_is_not_allowed_is_refused(version: str) -> None:
+    with pytest.raises(RuntimeError, match=f"sync_mode=event: torch {version} is outside the allowed range; use"):
         guards.check_torch(SyncMode.event, version)
 
 

@@ -18,9 +18,9 @@ from rotexp.config import Config, ShardingConfig, Strategy, SyncConfig, SyncMode
 from rotexp.evaluate import AS_IT_COMES
 from rotexp.launch.start import check_machine, start
 from rotexp.sync.guard import install, installed
-from rotexp.sync.internals import DIVISION, GUARD, Internals
+from rotexp.sync.internals import ALLOWED_TORCH, DIVISION, GUARD, Internals
 
-RANGE = "from 2.11 up to, without, 2.14"
+TORCH = "2.13, which is tested"
 
 
 def takes_a_stream(_self: Any, stream: Any) -> None: ...
@@ -52,7 +52,7 @@ def test_what_the_guard_wraps_must_take_nothing_more(
     monkeypatch.setattr(FSDPParamGroup, method, changed)
     found = refusal(request(sync_mode=mode))
     assert found.startswith(f"sync_mode={mode.name}: torch {torch.__version__} has FSDPParamGroup.{method}(")
-    assert found.endswith(f", not {method}(self); use sync_mode=off, or torch {RANGE}")
+    assert found.endswith(f", not {method}(self); use sync_mode=off, or torch {TORCH}")
     check_machine(request(sync_mode=SyncMode.off, strategy=Strategy.zero2_master))
 
 
@@ -69,7 +69,7 @@ def test_what_sharding_calls_must_go_without_arguments(
     monkeypatch.setattr(owner, method, takes_a_stream)
     found = refusal(request(strategy=strategy))
     has = f"torch {torch.__version__} has {owner.__name__}.{method}(_self: Any, stream: Any), not {method}(self)"
-    assert found == f"sharding={strategy.name}: {has}; use sharding=no_shard, or torch {RANGE}".replace("Any", "'Any'")
+    assert found == f"sharding={strategy.name}: {has}; use sharding=no_shard, or torch {TORCH}".replace("Any", "'Any'")
     monkeypatch.delattr(owner, method)
     assert f" has no {owner.__name__}.{method}; " in refusal(request(strategy=strategy))
     check_machine(request())
@@ -79,7 +79,7 @@ def test_a_missing_method_of_the_guards_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delattr(FSDPParamGroup, "wait_for_unshard")
     has = f"torch {torch.__version__} has no FSDPParamGroup.wait_for_unshard"
     assert refusal(request(sync_mode=SyncMode.event)) == (
-        f"sync_mode=event: {has}; use sync_mode=off, or torch {RANGE}"
+        f"sync_mode=event: {has}; use sync_mode=off, or torch {TORCH}"
     )
 
 
@@ -126,3 +126,9 @@ def test_a_guard_is_not_installed_on_another_torch(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match=r"^sync_mode=event: .*FSDPParamGroup\.reshard"):
         install(torch.nn.Linear(2, 2), SyncConfig(SyncMode.event))
     assert installed() is None
+
+
+def test_the_allowed_versions_are_those_of_the_package() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    lowest, upper = (".".join(map(str, version)) for version in ALLOWED_TORCH)
+    assert f'"torch>={lowest},<{upper}"' in text
