@@ -40,6 +40,7 @@ from rotexp.models.arch import find_spec
 from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.load import build_model, open_checkpoint
 from rotexp.models.materialize import materialize
+from rotexp.rotation.divided import Division, dividing, may_divide
 from rotexp.rotation.merge import prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.placement import place
@@ -146,9 +147,10 @@ def measure_rank(checkpoint: Checkpoint, config: Config, *, tokens: int) -> dict
 
     Returns:
         For each moment, `predicted` from the model before it had memory, and `measured`: `backward` (gradients are as
-        it left them), `ready` (they are reduced, to step by), `between` (the step is done) and `gathered` (after a
-        forward without gradients). `kinds` of the prediction, `num_trained` tensors of AdamW, and the resident peak of
-        the last step. Measured bytes are without the batch and what describes the mesh.
+        it left them, with those that rotations of divided weights alone have yet to get), `ready` (they are reduced, to
+        step by), `between` (the step is done) and `gathered` (after a forward without gradients). `kinds` of the
+        prediction, `num_trained` tensors of AdamW, and the resident peak of the last step. Measured bytes are without
+        the batch and what describes the mesh.
     """
     communication = Communication(rank=dist.get_rank(), world_size=dist.get_world_size())
     token_ids = torch.randint(checkpoint.config.vocab_size, (1, tokens))
@@ -162,13 +164,15 @@ def measure_rank(checkpoint: Checkpoint, config: Config, *, tokens: int) -> dict
     state, teacher = _prepare(model, checkpoint, config, communication)
     mesh *= 1 if teacher is None else 2  # the teacher lies on one of its own
     coordinator = Coordinator(model.network, communication, master=state.master)
-    for _ in range(STEPS):
-        reset_peaks(CPU)
-        measured = _step(state, coordinator, config, token_ids, teacher)
-    figures = peaks(CPU)
-    with torch.no_grad():
-        model.logits(token_ids)
-    measured["gathered"] = settled_bytes()
+    frozen = may_divide(config, distills=build(config.objective).distills)
+    with dividing(model, config.sharding, frozen=frozen) as division:
+        for _ in range(STEPS):
+            reset_peaks(CPU)
+            measured = _step(state, division, coordinator, config, token_ids, teacher)
+        figures = peaks(CPU)
+        with torch.no_grad():
+            model.logits(token_ids)
+        measured["gathered"] = settled_bytes()
     return {
         "predicted": moments(predicted),
         "measured": {moment: held - mesh for moment, held in measured.items()},
@@ -183,7 +187,7 @@ def moments(predicted: StaticBytes) -> dict[str, int]:
     moved = predicted.gradients if predicted.master else 0
     held = {
         "backward": predicted.total - predicted.shard_gradient,
-        "ready": predicted.total - moved,
+        "ready": predicted.total - moved - predicted.divided_codes,
         "between": predicted.between_steps,
         "gathered": predicted.between_steps + predicted.gathered,
     }
@@ -217,13 +221,18 @@ def _prepare(
     prepare(model)
     start_scales(model)
     state = TrainingState(model, config, communication=communication)
-    distills = build(config.objective).distills
+    taught = build(config.objective).distills and config.train.params.weights
     options: dict[str, Any] = {"device": CPU, "world_size": communication.world_size, "ranks_per_node": None}
-    return state, load_teacher(checkpoint, config, **options) if distills else None
+    return state, load_teacher(checkpoint, config, **options) if taught else None
 
 
 def _step(
-    state: TrainingState, coordinator: Coordinator, config: Config, token_ids: Tensor, teacher: Teacher | None
+    state: TrainingState,
+    division: Division,
+    coordinator: Coordinator,
+    config: Config,
+    token_ids: Tensor,
+    teacher: Teacher | None,
 ) -> dict[str, int]:
     """Make one step as the training loop does, and return what is held after each part of it."""
     held = {}
@@ -232,13 +241,20 @@ def _step(
         loss.backward()
     number = loss.item()
     del loss
-    held["backward"] = settled_bytes()
+    held["backward"] = settled_bytes() + _gradients_to_come(state.model)
+    division.collect()
     coordinator.consolidate(torch.zeros(1))
     coordinator.clip(config.train.max_grad_norm)
     held["ready"] = settled_bytes()
     state.advance(number)
     held["between"] = settled_bytes()
     return held
+
+
+def _gradients_to_come(model: RotatedModel) -> int:
+    """Return the bytes of the gradients of rotations that have none yet, since they act on divided weights alone."""
+    late = [matrix for _, matrix in model.bank.items() if matrix.requires_grad and matrix.grad is None]
+    return sum(matrix.numel() * matrix.element_size() for matrix in late)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> facts.Table:

@@ -204,6 +204,7 @@ class Experiment:
                 world_size=self.communication.world_size,
                 rank=self.communication.rank,
                 ranks_per_node=self.ranks_per_node,
+                device_type=self.device.type,
             )
             self.console.print(self.static.line(), highlight=False, soft_wrap=True)
         if self.guard is not None:

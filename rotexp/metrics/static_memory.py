@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rotexp.config import Config, ShardingConfig, Strategy
+from rotexp.metrics.quantizer_memory import FP32_BYTES, QuantizerBytes, is_split, quantizer_bytes
 from rotexp.models.arch import embedding_name, head_name
 from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.buckets import shard_numel
@@ -16,7 +18,7 @@ from rotexp.sharding.strategies import precision_policy
 from rotexp.targets import build
 from rotexp.validation import mesh_sizes
 
-FP32_BYTES = 4
+NO_QUANTIZERS = QuantizerBytes()
 COPIES = 1
 """A bank is kept as training starts from it."""
 
@@ -84,7 +86,11 @@ class StaticBytes:
         teacher: the second, frozen model, where the objective asks one.
         bank: rotations, the copy of their start, their optimizer's buffers.
         bank_gradients: of the rotations.
-        clip_ratios: searched, until the next search.
+        clip_ratios: searched, until the next search; of divided weights those of own rows alone, although a checkpoint
+            that was saved or loaded since the last search keeps the whole ones beside them.
+        divided_sums: what own rows of divided weights have added to the rotations' gradients.
+        divided_codes: own rows of divided weights as integers, with their grids, from the forward until the gradients
+            are collected.
         buffers: of the network.
         best: the copy, in host memory, of the rotations and of what the rank owns of everything trained.
         gathered: whole weights that come on top from the forward to the backward; where a unit is freed after its use
@@ -102,6 +108,8 @@ class StaticBytes:
     bank: int = 0
     bank_gradients: int = 0
     clip_ratios: int = 0
+    divided_sums: int = 0
+    divided_codes: int = 0
     buffers: int = 0
     best: int = 0
     gathered: int = 0
@@ -115,7 +123,7 @@ class StaticBytes:
     @property
     def between_steps(self) -> int:
         """What remains when a step is done and its gradients are gone."""
-        return self.total - self.gradients - self.shard_gradient - self.bank_gradients
+        return self.total - self.gradients - self.shard_gradient - self.bank_gradients - self.divided_codes
 
     def by_kind(self) -> dict[str, int]:
         """Return it as plain values, with the total."""
@@ -139,7 +147,7 @@ def static_bytes(
     teacher: bool = False,
     buffers: int = 0,
     persistent_buffers: int = 0,
-    clip_ratios: int = 0,
+    quantizers: QuantizerBytes = NO_QUANTIZERS,
 ) -> StaticBytes:
     """Add up what the `place`-th of `shards` ranks holds.
 
@@ -152,7 +160,7 @@ def static_bytes(
         master_world: N of the ZeRO-2 master that holds every trained weight (None: there is none).
         gathered_itemsize: bytes of a number of weights that stay gathered from forward to backward (0: none do).
         buffers, persistent_buffers: bytes of all the network's, and of those that are averaged.
-        clip_ratios: their bytes.
+        quantizers: what those of weights keep.
     """
     trained = [weight for weight in weights if weight.trained]
     alone = trained if master_world is None else []
@@ -172,7 +180,7 @@ def static_bytes(
         teacher=(_room((weight for weight in weights if weight.taught), shards) + buffers) if teacher else 0,
         bank=(1 + COPIES) * bank.bytes + (bank.trained_bytes if bank.momentum else 0),
         bank_gradients=bank.trained_bytes,
-        clip_ratios=clip_ratios,
+        **asdict(quantizers),
         buffers=buffers,
         best=bank.bytes + shard + sum(weight.itemsize * weight.owned(shards, place=place) for weight in alone),
         gathered=sum(shards * weight.room(shards) for weight in split) * gathered_itemsize,
@@ -180,15 +188,23 @@ def static_bytes(
 
 
 def predict(
-    model: RotatedModel, config: Config, *, world_size: int, rank: int = 0, ranks_per_node: int | None = None
+    model: RotatedModel,
+    config: Config,
+    *,
+    world_size: int,
+    rank: int = 0,
+    ranks_per_node: int | None = None,
+    device_type: str = "cpu",
 ) -> StaticBytes:
     """Return what a rank will hold while it trains a model; shapes are enough, it may still be on the meta device.
 
     Args:
         model: placed, what is trained chosen (`train_also`), not merged; sharded or not.
         rank: which one; none holds more than the first.
+        device_type: of the ranks, which decides with the shapes whether weights are quantized by their own rows.
     """
-    _, shards = mesh_sizes(config.sharding, world_size=world_size, ranks_per_node=ranks_per_node)
+    ranks: dict[str, Any] = {"world_size": world_size, "ranks_per_node": ranks_per_node}
+    _, shards = mesh_sizes(config.sharding, **ranks)
     mastered = config.sharding.strategy is Strategy.zero2_master and config.train.params.weights
     buffers = [(buffer.numel() * buffer.element_size(), persistent) for buffer, persistent in _buffers(model.network)]
     return static_bytes(
@@ -202,7 +218,7 @@ def predict(
         teacher=config.train.params.weights and build(config.objective).distills,
         buffers=sum(size for size, _ in buffers),
         persistent_buffers=sum(size for size, persistent in buffers if persistent),
-        clip_ratios=_clip_ratios(model),
+        quantizers=quantizer_bytes(model, config, device_type=device_type, **ranks),
     )
 
 
@@ -217,17 +233,13 @@ def _weights(model: RotatedModel, sharding: ShardingConfig) -> list[Weight]:
             width=parameter.shape[1:].numel(),
             itemsize=parameter.element_size(),
             trained=parameter.requires_grad,
-            split=_is_split(parameter, sharding) and parameter not in scales,
+            split=is_split(parameter, sharding) and parameter not in scales,
             head=parameter in heads,
             taught=name not in model.added and name != model.untied and parameter not in scales,
         )
         for name, parameter in model.network.named_parameters()
         if parameter not in rotations
     ]
-
-
-def _is_split(parameter: nn.Parameter, sharding: ShardingConfig) -> bool:
-    return not sharding.strategy.keeps_weights_whole and parameter.numel() >= sharding.min_shard_size
 
 
 def _bank(model: RotatedModel, *, momentum: bool) -> Bank:
@@ -252,16 +264,6 @@ def _gathered_itemsize(config: Config) -> int:
         return 0
     held: torch.dtype = getattr(torch, config.model.dtype.name)
     return (precision_policy(config.sharding).param_dtype or held).itemsize
-
-
-def _clip_ratios(model: RotatedModel) -> int:
-    """Return the bytes of the ratios that weight quantizers search, one for each group of each row."""
-    return FP32_BYTES * sum(
-        module.get_parameter(name).shape[:-1].numel() * quantizer.spec.num_groups(module.get_parameter(name).shape[-1])
-        for module in model.rotated_modules
-        for name, quantizer in module.weight_quantizers.items()
-        if quantizer.spec.enabled and quantizer.spec.clip_search and quantizer.learned is None
-    )
 
 
 def _room(weights: Iterable[Weight], shards: int) -> int:

@@ -101,6 +101,11 @@ class FakeQuantizer:
         """Whether values can lie outside the representable range."""
         return self.spec.clips or self.ratios is not None
 
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """The type of the codes that `encode` keeps."""
+        return _signed_dtype(self.spec, clips=self.clips)
+
     def __call__(self, x: Tensor) -> Tensor:
         """Fake-quantize along the last dimension; return `x` itself if the spec is off.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rotexp.config import ShardingConfig
+from rotexp.config import Config, ShardingConfig, Trainable
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.rotation.bank import RotationBank
 from rotexp.rotation.division_cost import ShardedShape, multiply_adds_per_byte
@@ -19,6 +20,23 @@ from rotexp.rotation.own_rows import OwnRows
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.shards import reshard
 from rotexp.sync.guard import param_groups
+
+
+@dataclass(frozen=True)
+class ShardedOver:
+    """The ranks over which a weight is sharded.
+
+    Attributes:
+        ranks: that share it by rows.
+        replicas: of each share.
+        element_bytes: of one weight, as it is gathered.
+        device_type: of the ranks.
+    """
+
+    ranks: int
+    replicas: int
+    element_bytes: int
+    device_type: str
 
 
 class Division:
@@ -85,6 +103,26 @@ def dividing(
         _settle_dtypes(groups)
 
 
+def may_divide(config: Config, *, distills: bool) -> bool:
+    """Return whether weights may be quantized before they are gathered: frozen, and not still those of the teacher.
+
+    Args:
+        distills: whether the objective asks a teacher.
+    """
+    gathered_anew = config.sharding.strategy.reshards_after_forward or not distills
+    return config.train.params is Trainable.rotations and gathered_anew
+
+
+def will_divide(linear: RotatedLinear, sharding: ShardingConfig, where: ShardedOver) -> bool:
+    """Return whether `dividing` divides a linear's weight, before it is sharded: its shape is enough.
+
+    Args:
+        where: the ranks over which the weight is going to be sharded.
+    """
+    shape = _sharded_shape(linear, sharding, where) if _can_divide(sharding) else None
+    return shape is not None and shape.is_cheaper_divided
+
+
 def _can_divide(sharding: ShardingConfig) -> bool:
     """Return whether FSDP2 keeps shards where it can ask them what to gather."""
     return not sharding.cpu_offload and sharding.reshard_after_forward is None
@@ -96,46 +134,40 @@ def _divided_weights(group: Any, sharding: ShardingConfig, communication: Commun
         linear = parameter._module_info.module
         if not isinstance(linear, RotatedLinear) or parameter._module_info.param_name != "weight":
             continue
-        own = _own_rows(linear, parameter, communication)
-        if own is not None and _sharded_shape(linear, own, parameter, sharding).is_cheaper_divided:
+        mesh = parameter.sharded_param.device_mesh
+        ranks = mesh.size(-1)
+        held = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+        where = ShardedOver(ranks, mesh.size() // ranks, held.itemsize, mesh.device_type)
+        shape = _sharded_shape(linear, sharding, where)
+        if shape is not None and shape.is_cheaper_divided:
+            own = _own_rows(linear, communication.over(mesh.get_group(mesh.ndim - 1)), within=not shape.exchanged)
             weight = DividedWeight(parameter, own, quantizer=linear.weight_quantizer, mode=linear.mode)
             linear.divided = weight
             yield weight
 
 
-def _own_rows(linear: RotatedLinear, parameter: Any, communication: Communication) -> OwnRows | None:
-    """Return what rotates the rows of this rank, or None where they are no fair share, or nothing is quantized."""
-    weight, spec = parameter.sharded_param, linear.weight_quantizer.spec
-    ranks = weight.device_mesh.size(-1)
-    outputs, inputs = weight.shape
-    after = linear.output_rotation
-    within = after is None or (linear.output_rows is None and (outputs // ranks) % after.matrix.shape[-1] == 0)
-    if not spec.enabled or ranks == 1 or outputs % ranks or not (within or inputs % ranks == 0):
+def _own_rows(linear: RotatedLinear, ranks: Communication, *, within: bool) -> OwnRows:
+    quantizer = FakeQuantizer(linear.weight_quantizer.spec)
+    return OwnRows(quantizer, linear.input_rotation, linear.output_rotation, linear.output_rows, ranks, within)
+
+
+def _sharded_shape(linear: RotatedLinear, sharding: ShardingConfig, where: ShardedOver) -> ShardedShape | None:
+    """Return what decides about a weight, or None where its rows are no fair share, or nothing is quantized."""
+    shape, spec, after = linear.shape(), linear.weight_quantizer.spec, linear.output_rotation
+    blocks = after is None or (linear.output_rows is None and (shape.outputs // where.ranks) % shape.output_order == 0)
+    fair = shape.outputs % where.ranks == 0 and (blocks or shape.inputs % where.ranks == 0)
+    if not spec.enabled or where.ranks == 1 or not fair:
         return None
-    mesh = weight.device_mesh
-    return OwnRows(
-        FakeQuantizer(spec),
-        linear.input_rotation,
-        after,
-        linear.output_rows,
-        communication.over(mesh.get_group(mesh.ndim - 1)),
-        within,
-    )
-
-
-def _sharded_shape(linear: RotatedLinear, own: OwnRows, parameter: Any, sharding: ShardingConfig) -> ShardedShape:
-    mesh = parameter.sharded_param.device_mesh
-    held = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
     return ShardedShape(
-        linear.shape(),
-        ranks=own.ranks.world_size,
-        replicas=mesh.size() // own.ranks.world_size,
+        shape,
+        ranks=where.ranks,
+        replicas=where.replicas,
         gathers=2 if sharding.strategy.reshards_after_forward else 1,
-        element_bytes=held.itemsize,
-        scales=own.quantizer.spec.num_groups(linear.shape().inputs),
-        exchanged=not own.within,
-        learned=any(r is not None and r.matrix.requires_grad for r in (own.before, own.after)),
-        multiply_adds_per_byte=multiply_adds_per_byte(mesh.device_type),
+        element_bytes=where.element_bytes,
+        scales=spec.num_groups(shape.inputs),
+        exchanged=not blocks,
+        learned=any(r is not None and r.matrix.requires_grad for r in (linear.input_rotation, after)),
+        multiply_adds_per_byte=multiply_adds_per_byte(where.device_type),
     )
 
 

@@ -14,7 +14,7 @@ from rotexp.config import Config, OnNonfinite, Trainable
 from rotexp.data.blocks import TokenBlocks
 from rotexp.metrics.flops import Utilization
 from rotexp.metrics.profiler import StepProfiler, part
-from rotexp.rotation.divided import dividing
+from rotexp.rotation.divided import dividing, may_divide
 from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.communication import Communication
 from rotexp.signals import Interrupted, StopRequest
@@ -23,7 +23,7 @@ from rotexp.targets import build
 from rotexp.training.batches import load_batches
 from rotexp.training.coordinator import Coordinator, Norms
 from rotexp.training.meter import Meter
-from rotexp.training.objectives import Objective, Teacher
+from rotexp.training.objectives import Teacher
 from rotexp.training.state import TrainingState
 
 LOGGER = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def train(
             state.judge(loss)
         return {"eval/loss": loss}
 
-    frozen = _may_divide(config, objective)
+    frozen = may_divide(config, distills=objective.distills)
     divided = dividing(model, config.sharding, communication=communication, frozen=frozen)
     with model.mode.set(rotate=True, quantize=True), stop.deferred(), divided as division:
         if state.step == 0 and config.evaluation.every is not None:
@@ -125,12 +125,6 @@ def train(
     result.seconds = meter.seconds
     if stop.signal is not None:  # it came after the last step, which is saved
         raise Interrupted(stop.signal)
-
-
-def _may_divide(config: Config, objective: Objective) -> bool:
-    """Return whether weights may be quantized before they are gathered: frozen, and not still those of the teacher."""
-    gathered_anew = config.sharding.strategy.reshards_after_forward or not objective.distills
-    return config.train.params is Trainable.rotations and gathered_anew
 
 
 def _advance(state: TrainingState, coordinator: Coordinator, config: Config, *, loss: float, norms: Norms) -> None:

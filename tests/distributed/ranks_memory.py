@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from benchmarks.trained_memory import MemoryRequest, measure_rank
 from rotexp.config import EMAConfig, ModelDtype, ObjectiveConfig, RotationConfig, RotationInit, Strategy, Trainable
 from rotexp.models.checkpoint import Checkpoint, RandomWeights
 from rotexp.models.structure import read_structure
+from rotexp.rotation import divided
+from rotexp.rotation.division_cost import multiply_adds_per_byte
 
 TOKENS = 6
 
@@ -66,4 +69,11 @@ def measure_all(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     checkpoint = odd_checkpoint()
-    return {name: measure_rank(checkpoint, odd_config(**case), tokens=TOKENS) for name, case in cases.items()}
+    return {name: measure(checkpoint, **case) for name, case in cases.items()}
+
+
+def measure(checkpoint: Checkpoint, *, wire: int | None = None, **case: Any) -> dict[str, Any]:
+    """Measure a case; `wire` multiply-adds for a byte (None: as a run has it) decide which weights are divided."""
+    cost = multiply_adds_per_byte("cpu") if wire is None else wire
+    with mock.patch.object(divided, "multiply_adds_per_byte", return_value=cost):
+        return measure_rank(checkpoint, odd_config(**case), tokens=TOKENS)
