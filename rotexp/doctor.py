@@ -29,7 +29,7 @@ NETWORK_SECONDS = 5.0
 """How long a server may take to answer, its name's look-up included."""
 
 NEEDED_DISK_GIB, NEEDED_MEMORY_GIB = 1.0, 2.0
-"""For a run with the defaults."""
+"""For a run with the defaults: room in its folder, and memory of its one process, which peaks at 1.0 to 1.5 GiB."""
 
 EXTRAS = {
     "gguf": ("gguf", "sentencepiece"),

@@ -1,4 +1,4 @@
-"""Every script of multirun_scripts runs as it is, at its default scale, and every experiment says what it is for."""
+"""Every script of multirun_scripts runs with two steps of training, and every experiment says what it is for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_script_is_tested() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_a_script_runs_as_it_is(script: Path, tmp_path: Path) -> None:
+def test_a_script_runs_with_two_steps_of_training(script: Path, tmp_path: Path) -> None:
     ended = run_script(script, "train.steps=2", f"hydra.sweep.dir={tmp_path}")
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr
     jobs = json.loads((tmp_path / "jobs.json").read_text())

@@ -14,6 +14,8 @@ import torch
 from run_train import Run, run_train
 from safetensors import safe_open
 
+from rotexp.doctor import GIB, NEEDED_DISK_GIB, NEEDED_MEMORY_GIB
+
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
@@ -346,16 +348,20 @@ def test_the_main_command_in_a_copy_of_the_repository_shows_training_helping(cop
     assert run.perplexities["trained"] < run.perplexities["hadamard"] < run.perplexities["quantized"]
     assert run.perplexities["float"] < run.perplexities["trained"]
     assert run.summary["train"]["improved"] is True
+    peaks = [phase["peak_rss_gib_max"] for phase in run.summary["memory"].values()]
+    assert 0.5 < max(peaks) < NEEDED_MEMORY_GIB
+    size = sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file())
+    assert 1e-4 < size / GIB < NEEDED_DISK_GIB
 
 
 def test_a_profile_says_where_the_steps_went(train: Train) -> None:
-    ended = train("tracker=jsonl", "profile=true", "train.steps=3")
+    ended = train("tracker=jsonl", "profile=true", "train.steps=5")
     assert (ended.code, ended.errors) == (0, "")
     table = {line.split()[1]: line for line in ended.output.splitlines() if line.startswith("│")}
     assert {"data", "forward", "backward", "consolidate", "clip", "optimizer", "metrics"} <= table.keys()
     events = json.loads((ended.folder / "trace-rank-0.json").read_text(encoding="utf-8"))["traceEvents"]
     spans = [event["name"] for event in events if event.get("name", "").startswith("rotexp/")]
-    assert (spans.count("rotexp/forward"), spans.count("rotexp/optimizer")) == (2, 2)
+    assert (spans.count("rotexp/forward"), spans.count("rotexp/optimizer")) == (3, 3), "one to warm up, then three"
 
 
 def test_a_run_starts_from_the_rotations_of_another(train: Train, done: Run) -> None:

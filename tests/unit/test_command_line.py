@@ -209,6 +209,22 @@ def test_help_and_cfg_answer_without_torch(arguments: list[str], shown: list[str
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("line", "choices"),
+    [
+        ("rotexp-train quant=", "quant=none quant=w16a4 quant=w4a4 quant=w4a4kv4 quant=w4a8 quant=w8a8"),
+        ("rotexp-train optimizer=cayley_sgd train.st", "train.steps="),
+    ],
+)
+def test_a_shell_is_told_what_completes_a_line(
+    line: str, choices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    answer = run_python("-m", "rotexp.train", "-sc", "query=bash", cwd=tmp_path)
+    assert (answer.returncode, answer.stdout.strip(), answer.stderr) == (0, choices, "")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_sweep_names_every_refused_request_and_ends_with_code_2(tmp_path: Path) -> None:
     sweep = f"hydra.sweep.dir={tmp_path / 'sweep'}"
     result = run_python("-m", "rotexp.train", "-m", "train.steps=-1,-2", sweep, cwd=tmp_path)
