@@ -77,7 +77,7 @@ def _now() -> Any:
 @contextmanager
 def clocked() -> Iterator[Clock]:
     """Put clocks around the parts of the loop and around the digests."""
-    from rotexp.training import loop
+    from rotexp.training import loop, meter
     from rotexp.training.coordinator import Coordinator
 
     clock, divergence = Clock(), Coordinator.divergence
@@ -86,7 +86,11 @@ def clocked() -> Iterator[Clock]:
         with clock.around("divergence"):
             return divergence(coordinator, frozen=frozen)
 
-    with mock.patch.object(loop, "part", clock.around), mock.patch.object(Coordinator, "divergence", timed):
+    with (
+        mock.patch.object(loop, "part", clock.around),
+        mock.patch.object(meter, "part", clock.around),
+        mock.patch.object(Coordinator, "divergence", timed),
+    ):
         yield clock
 
 

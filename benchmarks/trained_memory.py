@@ -165,7 +165,7 @@ def measure_rank(checkpoint: Checkpoint, config: Config, *, tokens: int) -> dict
     mesh *= 1 if teacher is None else 2  # the teacher lies on one of its own
     coordinator = Coordinator(model.network, communication, master=state.master)
     frozen = may_divide(config, distills=build(config.objective).distills)
-    with dividing(model, config.sharding, frozen=frozen) as division:
+    with dividing(model, config.sharding, communication=communication, frozen=frozen) as division:
         for _ in range(STEPS):
             reset_peaks(CPU)
             measured = _step(state, division, coordinator, config, token_ids, teacher)

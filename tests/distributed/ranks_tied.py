@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks_families import EIGHT_BITS, FAMILIES, Loaded, from_config, logits, make_token_ids
+from ranks_families import FAMILIES, Loaded, from_config, logits, make_token_ids
 from ranks_trainable import gradients
 from torch import Tensor, nn
 
@@ -25,6 +25,7 @@ from rotexp.models.arch import embedding_name, find_spec, is_tied
 from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.load import build_model
 from rotexp.models.materialize import materialize
+from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
@@ -41,6 +42,7 @@ OPTIONS = {
     "olmo2": ROTATION,
     "llama": RotationConfig(r1=False, r2=True, r3=False, r4=True, init=RotationInit.random),
 }
+EIGHT_BITS = QuantSpec(8, symmetric=False)
 QUANT = QuantConfig(weights=EIGHT_BITS, activations=EIGHT_BITS)
 BATCH, VOCABULARY = 4, 67
 """The vocabulary is not even, so that the last rank has fewer rows and padding."""

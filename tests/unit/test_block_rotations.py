@@ -14,7 +14,7 @@ from rotexp.optim import stiefel
 from rotexp.optim.cayley_sgd import CayleySGD
 from rotexp.rotation.bank import Rotation, RotationBank, draw
 from rotexp.rotation.hadamard import hadamard
-from rotexp.training.coordinator import bit_digest
+from rotexp.sharding.replicas import bit_digest
 
 SHAPES = [(1, 4), (2, 4), (3, 5), (4, 12)]
 

@@ -95,7 +95,7 @@ def test_every_metric_brings_its_unit_and_meaning(text: str) -> None:
     data = Page(text).data
     assert data["metrics"]["train/loss"] == {
         "unit": "nats",
-        "meaning": "objective on the global batch, before the step",
+        "meaning": "objective on the global batch (or a simulated rank's share), before the step",
     }
     assert all(metric["meaning"] for metric in data["metrics"].values())
     assert all(figure["meaning"] for figure in data["figures"])
