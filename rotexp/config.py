@@ -127,6 +127,11 @@ class Trainable(Enum):
         """Whether parameters of the float model itself are trained."""
         return self in (Trainable.rotations_and_norms, Trainable.all)
 
+    @property
+    def rate(self) -> str:
+        """The name in `AdamWConfig` of the learning rate of what is trained beside rotations."""
+        return "scales_lr" if self is Trainable.rotations_and_scales else "lr"
+
 
 class OnNonfinite(Enum):
     """What to do when a loss or a gradient is not finite."""
@@ -294,9 +299,16 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class AdamWConfig:
-    """The optimizer of everything trained that is no rotation; the names are those of `torch.optim.AdamW`."""
+    """The optimizer of everything trained that is no rotation; the names are those of `torch.optim.AdamW`.
+
+    Attributes:
+        lr: the learning rate of weights and norms.
+        scales_lr: that of clip ratios (`train.params=rotations_and_scales`): each lies near 1 and moves by about its
+            rate a step, so that a rate for weights would leave it where it is.
+    """
 
     lr: float = 1e-5
+    scales_lr: float = 1e-2
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.0

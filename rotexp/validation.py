@@ -212,6 +212,7 @@ def _validate_weights(config: Config) -> None:
     """Check what concerns the training of more than rotations."""
     train, adamw, decay = config.train, config.adamw, config.ema.decay
     require(adamw.lr > 0, "adamw.lr", adamw.lr, "above 0", "the default is 1e-5")
+    require(adamw.scales_lr > 0, "adamw.scales_lr", adamw.scales_lr, "above 0", "the default is 1e-2")
     betas = adamw.betas
     require(len(betas) == 2 and all(0 <= b < 1 for b in betas), "adamw.betas", betas, "two in [0, 1)", "leave them out")
     require(adamw.eps > 0, "adamw.eps", adamw.eps, "above 0", "the default is 1e-8")

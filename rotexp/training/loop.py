@@ -152,7 +152,7 @@ def _rates(tensor: str | None, config: Config, *, rotations: str) -> list[str]:
     """Return the keys by which the parameter called `tensor` (None: any that is trained) takes smaller steps."""
     rotates = config.rotation.learned if tensor is None else tensor.startswith(rotations)
     weighs = config.train.params is not Trainable.rotations if tensor is None else not rotates
-    rates = {"optimizer.lr": rotates, "adamw.lr": weighs}
+    rates = {"optimizer.lr": rotates, f"adamw.{config.train.params.rate}": weighs}
     clipped = weighs or (rotates and config.optimizer.uses_gradient_length)
     rates["train.max_grad_norm"] = clipped and config.train.max_grad_norm is not None
     return [key for key, acts in rates.items() if acts]

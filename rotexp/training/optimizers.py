@@ -31,7 +31,7 @@ class Optimizers:
         """Take what is trained, by name: rotations, and weights (DTensors, tensors, or a master's shard)."""
         self._names = {parameter: name for name, parameter in (*rotations.items(), *weights.items())}
         self.rotations = _on_the_manifold(rotations, config) if rotations else None
-        self.weights = adamw(weights, config.adamw) if weights else None
+        self.weights = adamw(weights, config.adamw, rate=config.train.params.rate) if weights else None
         self._both = [optimizer for optimizer in (self.rotations, self.weights) if optimizer is not None]
         self._schedulers = [
             get_scheduler(
@@ -115,17 +115,20 @@ def _on_the_manifold(rotations: Mapping[str, Tensor], config: Config) -> Any:
     return optimizer
 
 
-def adamw(weights: Mapping[str, Tensor], config: AdamWConfig) -> AdamW:
+def adamw(weights: Mapping[str, Tensor], config: AdamWConfig, *, rate: str = "lr") -> AdamW:
     """Return AdamW over named weights, its moments there from the start, so that memory peaks where it stays.
 
     Sharded and whole parameters have groups of their own, since foreach and fused steps take one kind at a time.
+
+    Args:
+        rate: the name in `config` of the learning rate.
     """
     sharded = [weight for weight in weights.values() if isinstance(weight, DTensor)]
     whole = [weight for weight in weights.values() if not isinstance(weight, DTensor)]
     first, second = config.betas
     optimizer = AdamW(
         [{"params": group} for group in (sharded, whole) if group],
-        lr=config.lr,
+        lr=getattr(config, rate),
         betas=(first, second),
         eps=config.eps,
         weight_decay=config.weight_decay,

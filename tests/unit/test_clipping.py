@@ -92,6 +92,8 @@ def test_rotations_alone_are_left_as_they_are_where_their_length_means_nothing(c
         ("all", "angle", "bank.R1", ["optimizer.lr"]),
         ("all", "angle", "lm_head.weight", ["adamw.lr", "train.max_grad_norm"]),
         ("all", "angle", None, ["optimizer.lr", "adamw.lr", "train.max_grad_norm"]),
+        ("rotations_and_norms", "angle", "norm.weight", ["adamw.lr", "train.max_grad_norm"]),
+        ("rotations_and_scales", "angle", "quantizer_scales.q", ["adamw.scales_lr", "train.max_grad_norm"]),
     ],
 )
 def test_advice_names_the_rate_of_the_parameter_it_is_about(

@@ -20,7 +20,15 @@ from families import (
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rotexp.config import Config, ModelConfig, ModelSource, QuantConfig, RotationConfig, Trainable, TrainConfig
+from rotexp.config import (
+    Config,
+    ModelConfig,
+    ModelSource,
+    QuantConfig,
+    RotationConfig,
+    Trainable,
+    TrainConfig,
+)
 from rotexp.finished_run import FinishedRun
 from rotexp.quant.fake import search_clip_ratios
 from rotexp.quant.spec import QuantSpec
@@ -32,6 +40,7 @@ from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.trainable import load_trained, start_scales, train_also
+from rotexp.training.optimizers import Optimizers
 
 W4 = QuantConfig(weights=QuantSpec(4, clip_search=True))
 W4A8 = QuantConfig(weights=QuantSpec(4, clip_search=True), activations=QuantSpec(8, symmetric=False))
@@ -250,18 +259,21 @@ def test_scales_start_as_the_searched_ratios_of_the_rotated_weights(name: str) -
 
 @pytest.mark.parametrize("name", ["llama with biases", *MOE])
 def test_learning_scales_brings_the_quantized_model_closer_to_the_float_one(name: str) -> None:
-    model = make(name, Trainable.rotations_and_scales, QuantConfig(weights=QuantSpec(3)))
+    """At the default rate, schedule and number of steps, at 4 bits from searched ratios."""
+    model = make(name, Trainable.rotations_and_scales, W4)
     start_scales(model)
     assert model.scales is not None
-    token_ids, optimizer = make_token_ids(), torch.optim.AdamW(model.scales.parameters(), lr=0.01, weight_decay=0.0)
+    config = Config(train=TrainConfig(params=Trainable.rotations_and_scales))
+    token_ids, optimizers = make_token_ids(), Optimizers({}, dict(model.scales.named_parameters()), config)
     target, errors = logits(model, token_ids), []
-    for _ in range(20):
+    for _ in range(config.train.steps):
         with model.mode.set(rotate=True, quantize=True):
             error = (model.logits(token_ids) - target).square().mean()
-        optimizer.zero_grad()
+        optimizers.zero_grad()
         error.backward()
         assert all(ratios.grad.abs().max() > 0 for ratios in model.scales.parameters())
-        optimizer.step()
+        optimizers.step()
+        optimizers.schedule()
         errors.append(error.item())
     assert errors[-1] < 0.8 * errors[0]
 
