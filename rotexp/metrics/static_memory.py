@@ -71,6 +71,10 @@ class Bank:
     momentum: bool = False
 
 
+BESIDE = {"best": "in host memory what was best", "gathered": "gathered from forward to backward"}
+"""What the total leaves out, in words."""
+
+
 @dataclass(frozen=True)
 class StaticBytes:
     """Bytes that one rank holds when the backward of a step has ended, by kind.
@@ -131,8 +135,10 @@ class StaticBytes:
 
     def line(self) -> str:
         """Return it as one line for people."""
-        kinds = [f"{name.replace('_', ' ')} {_mib(size)}" for name, size in asdict(self).items() if size]
-        return f"{_mib(self.total)} MiB a rank whatever the batch: {', '.join(kinds)}"
+        sizes = {name: size for name, size in asdict(self).items() if size}
+        beside = [f"{BESIDE[name]} {_mib(sizes.pop(name))}" for name in BESIDE if name in sizes]
+        kinds = [f"{name.replace('_', ' ')} {_mib(size)}" for name, size in sizes.items()]
+        return "; ".join([f"{_mib(self.total)} MiB a rank whatever the batch: {', '.join(kinds)}", *beside])
 
 
 def static_bytes(

@@ -123,6 +123,8 @@ def test_a_simulated_world_divides_the_master_alone() -> None:
 def test_the_line_names_the_total_and_what_there_is() -> None:
     line = StaticBytes(weights=3 * 2**20, bank_gradients=2**19).line()
     assert line == "3.5 MiB a rank whatever the batch: weights 3.0, bank gradients 0.5"
+    beside = StaticBytes(weights=3 * 2**20, best=2**20, gathered=2**19).line()
+    assert beside.endswith(": weights 3.0; in host memory what was best 1.0; gathered from forward to backward 0.5")
 
 
 def test_the_table_shows_the_fullest_rank_and_the_ratio_furthest_from_one() -> None:
