@@ -102,6 +102,19 @@ def test_a_run_summarizes_its_end(done: Run) -> None:
     assert summary["versions"].keys() >= {"python", "torch", "transformers", "rotexp"}
 
 
+def test_a_run_summarizes_the_drift_of_every_rotation_before_it_is_projected(done: Run) -> None:
+    """Projected, as the file has them, they are all within 1e-7 whatever training did."""
+    rows = {row["rotation"]: row for row in done.summary["rotations"]}
+    assert rows.keys() == done.rotations.keys()
+    for figure in ("orthogonality_rrt_max", "orthogonality_rtr_max"):
+        drifts = [row[figure] for row in rows.values()]
+        assert max(drifts) == done.summary["rotation"][figure] == done.steps[-1][f"rotation/{figure}"]
+        assert len(set(drifts)) > 1
+    for name, matrix in done.rotations.items():
+        error = (matrix.double() @ matrix.double().mT - torch.eye(len(matrix))).abs().max().item()
+        assert error < rows[name]["orthogonality_rrt_max"]
+
+
 def test_a_run_prints_plain_progress_the_table_and_the_folder(done: Run) -> None:
     assert "\x1b" not in done.output
     assert "\r" not in done.output

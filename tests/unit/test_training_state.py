@@ -1,4 +1,4 @@
-"""The best state is the one with the smallest loss that was taken, whole, and it survives a checkpoint."""
+"""What training keeps: the state with the smallest loss that was taken, and what rotations are like at its end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rotexp.config import COMPONENTS, CayleySGDConfig, Config, EvaluationConfig,
 from rotexp.rotation.trainable import train_also
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.pieces import Pieces
+from rotexp.sharding.replicas import Divergence
 from rotexp.training.best import Choice
 from rotexp.training.state import TrainingState
 
@@ -96,6 +97,14 @@ def test_a_checkpoint_carries_what_was_best_and_why(config: Config, build: Calla
     mark(other, 9.0)
     other.advance(3.5)
     assert marks(other) == {7.0}
+
+
+def test_a_rotation_that_strays_is_summarized_by_its_own_difference(config: Config, build: Callable[..., Any]) -> None:
+    state = build(config)
+    state.conclude(Divergence({"R1": 0.25, "R2_1": 0.5, "lm_head.weight": 1.0}, ranks=(1,)))
+    found = {row["rotation"]: row["max_abs_diff"] for row in state.result.rotations}
+    assert found == dict.fromkeys(state.model.bank.snapshot(), 0.0) | {"R1": 0.25, "R2_1": 0.5}
+    assert state.result.divergence.max_abs_diff == 1.0
 
 
 def test_another_measure_begins_anew(config: Config, build: Callable[..., Any]) -> None:
