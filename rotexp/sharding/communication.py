@@ -102,7 +102,10 @@ class Communication:
 
     @contextmanager
     def equal_threads(self) -> Iterator[None]:
-        """Compute with as many CPU threads as every other rank, since the thread count decides the last bits."""
+        """Compute with as many CPU threads as every other rank.
+
+        Their number decides the last bits of steps of wide rotations: of orders from about 160 on (torch 2.13, oneMKL).
+        """
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:

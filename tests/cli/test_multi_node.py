@@ -99,6 +99,7 @@ def ended(processes: list[subprocess.Popen[str]], *, seconds: float = START_SECO
 
 
 def test_two_nodes_train_as_one_does_bit_for_bit(nodes: Nodes, tmp_path: Path) -> None:
+    """With as many threads a rank; left to itself, a rank that is alone on its node takes all of that node's cores."""
     assert ended(nodes(*meeting())) == [(0, ""), (0, "")]
     folder = folder_of_rank_0(tmp_path)
     summary = summary_of(folder)

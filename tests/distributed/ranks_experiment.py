@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,24 @@ def run_experiments(cases: dict[str, list[str]], folder: str) -> dict[str, Any]:
 
     A case with `resume=DIR` begins at the newest checkpoint of that run.
     """
+    import torch
+
     from rotexp.inputs import open_inputs
 
+    threads = torch.get_num_threads()  # of this rank alone; a run would give every rank as many
     inputs = open_inputs(compose(next(iter(cases.values()))))  # text and model are the same in every case
-    return {name: _run(overrides, inputs, Path(folder) / name) for name, overrides in cases.items()}
+    return {name: _run(overrides, inputs, Path(folder) / name, threads=threads) for name, overrides in cases.items()}
 
 
-def _run(overrides: list[str], inputs: Any, folder: Path) -> dict[str, Any]:
+def run_with_unequal_threads(cases: dict[str, list[str]], folder: str) -> dict[str, Any]:
+    """Run each case as `run_experiments` does, but let every rank step by its own number of threads."""
+    from rotexp.sharding.communication import Communication
+
+    with mock.patch.object(Communication, "equal_threads", return_value=nullcontext()):
+        return run_experiments(cases, folder)
+
+
+def _run(overrides: list[str], inputs: Any, folder: Path, *, threads: int) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
@@ -60,7 +71,7 @@ def _run(overrides: list[str], inputs: Any, folder: Path) -> dict[str, Any]:
     rank = accelerator.process_index
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(rank)  # on purpose different: nothing may depend on it
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_num_threads(threads)
     experiment = Experiment(config, inputs, folder, accelerator=accelerator)
     stepped: list[dict[str, Any]] = []
     with mock.patch.object(TrainingState, "advance", _recording(TrainingState.advance, stepped)):
@@ -72,6 +83,7 @@ def _run(overrides: list[str], inputs: Any, folder: Path) -> dict[str, Any]:
         "rotations": {name: matrix.numpy() for name, matrix in load_file(folder / "rotations.safetensors").items()},
         "stepped": stepped,
         "summary": json.loads(json.dumps(experiment.summary)),
+        "threads": torch.get_num_threads(),
         "divergence": experiment.summary["replica"]["max_abs_diff"],
     }
 

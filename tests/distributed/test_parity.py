@@ -5,11 +5,12 @@ Over several steps of their own two worlds part, since a last bit flips a 4-bit 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from ranks_experiment import run_experiments
+from ranks_experiment import run_experiments, run_with_unequal_threads
 from world import run_world
 
 VARIANTS = {
@@ -110,10 +111,31 @@ def test_a_step_from_one_checkpoint_equals_one_process(results: Any, world_size:
 @pytest.mark.parametrize(("world_size", "name"), [case for case in EVERY_CASE if case[0] > 1])
 def test_replicas_stay_identical_whatever_their_threads_and_seeds(results: Any, world_size: int, name: str) -> None:
     first = results[world_size, name][0]
+    assert [found["threads"] for found in results[world_size, name]] == [1, 2] * (world_size // 2)
     for found in results[world_size, name]:
         assert found["divergence"] == 0.0
         assert found["rows"][-1]["replica/max_abs_diff"] == 0.0
         assert [row["grad_norm/total"] for row in found["rows"]] == [row["grad_norm/total"] for row in first["rows"]]
+
+
+WIDE = {
+    strategy: [f"sharding={strategy}", "model=tiny", "metrics.on_divergence=log", "metrics.divergence_every=1"]
+    for strategy in ("no_shard", "full")
+}
+"""R1 has order 192: from about 160 on the number of threads decides the last bits of a step."""
+
+
+def test_wide_rotations_stay_identical_since_ranks_step_by_equal_threads(tmp_path: Path) -> None:
+    for name, function in (("equal", run_experiments), ("unequal", run_with_unequal_threads)):
+        folder = tmp_path / name
+        folder.mkdir()
+        for place, rank in enumerate(run_world(function, WIDE, str(folder), world_size=2, folder=folder)):
+            for strategy, found in rank.items():
+                assert found["threads"] == 1 + place
+                assert found["rotations"]["R1"].shape == (192, 192)
+                differs = [row["replica/max_abs_diff"] > 0 for row in found["rows"]]
+                assert differs == [name == "unequal"] * 3, (name, strategy)
+                assert (found["divergence"] > 0) is (name == "unequal")
 
 
 def test_mixed_precision_changes_the_numbers_but_not_the_model(results: Any) -> None:

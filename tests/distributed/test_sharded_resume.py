@@ -1,4 +1,7 @@
-"""Three steps, a checkpoint and three more are six, bit for bit; and another world takes over every number."""
+"""Three steps, a checkpoint and three more are six, bit for bit; and another world takes over every number.
+
+Here by one thread a rank and narrow rotations; tests/cli/test_threads.py has more threads and wide ones.
+"""
 
 from __future__ import annotations
 
