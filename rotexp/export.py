@@ -110,7 +110,7 @@ def _check_requirements(rebuilt: Rebuilt, options: ExportOptions) -> None:
         )
     needs = [f"{transform['name']} of order {transform['order']}" for transform in rebuilt.must_run["online"]]
     if norms := rebuilt.must_run["rms_norms"]:
-        needs.append(f"{len(norms)} norms as RMSNorm")
+        needs.append(f"{len(norms)} norms of model_type={rebuilt.checkpoint.config.model_type} as RMSNorm")
     if needs and not options.online:
         raise ValueError(
             f"export.online=false: the merged model needs {' and '.join(needs)} at run time, which plain transformers "

@@ -117,6 +117,46 @@ def test_a_killed_rank_ends_the_others(ending: Any) -> None:
     assert errors.count("rotexp:") == 1
 
 
+LONG = """
+import time
+from rotexp.training.objectives import CrossEntropy
+whole, calls = CrossEntropy.__call__, []
+def objective(self, model, token_ids, *, teacher):
+    calls.append(1)
+    if len(calls) == 3:
+        time.sleep(600)
+    return whole(self, model, token_ids, teacher=teacher)
+CrossEntropy.__call__ = objective
+if __name__ == "__main__":
+    from rotexp.train import main
+    main()
+"""
+"""Runs the command; its third step takes ten minutes."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_longer_than_the_grace_does_not_keep_a_run_alive(tmp_path: Path, ranks: int) -> None:
+    program, folder = tmp_path / "long.py", tmp_path / "run"
+    program.write_text(LONG)
+    options = (f"launch.nproc={ranks}", "train.steps=9", "train.checkpoint_every=1", "launch.grace_seconds=2")
+    run = start(*options, folder=folder, place=tmp_path, command=(sys.executable, str(program)))
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not (folder / "checkpoints" / "step-00000002").exists():
+            assert run.poll() is None, run.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        run.send_signal(signal.SIGTERM)
+        _, errors = run.communicate(timeout=GONE_SECONDS)
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+    assert (run.returncode, errors.count("\n")) == (143, 1)
+    said = "interrupted by SIGTERM; launch.grace_seconds=2 ran out; the newest checkpoint is step-00000002"
+    assert said in errors
+    assert (summary_of(folder)["status"], summary_of(folder)["error"]) == ("interrupted", said)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_rank_does_not_keep_a_run_alive(ending: Any, number: signal.Signals, tmp_path: Path) -> None:
     """Its last checkpoint stays, from which the same command goes on."""

@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 from run_train import run_train
 
 LAYERS, HEAD_DIM = 18, 256
@@ -20,7 +19,7 @@ LAYERS, HEAD_DIM = 18, 256
         pytest.param(2, 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_ends_with_orthogonal_rotations(
+def test_a_run_moves_rotations_and_they_stay_orthogonal(
     wide_checkpoint: Path, small: list[str], tmp_path: Path, ranks: int, threads: int
 ) -> None:
     kept = [override for override in small if not override.startswith(("model.path=", "launch.threads="))]
@@ -32,6 +31,6 @@ def test_a_run_ends_with_orthogonal_rotations(
     assert all(math.isfinite(row["train/loss"]) for row in run.steps)
     heads = [rotation for rotation in run.rotations.values() if rotation.shape[-1] == HEAD_DIM]
     assert len(heads) == LAYERS
-    for rotation in run.rotations.values():
-        precise, identity = rotation.double(), torch.eye(rotation.shape[-1], dtype=torch.float64)
-        assert (precise @ precise.mT - identity).abs().max().item() < 1e-6
+    for row in run.summary["rotations"]:  # before the projection, which makes anything orthogonal
+        assert row["orthogonality_rrt_max"] < 1e-6
+        assert row["distance_from_init"] > 1e-3

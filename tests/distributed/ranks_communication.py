@@ -74,7 +74,7 @@ def count_steps(cases: dict[str, list[str]], folder: str) -> dict[str, Any]:
 
 def _count(name: str, overrides: list[str], folder: str) -> dict[str, Any]:
     dispatched, seen, rows = Dispatched(), [], []
-    begin, row, train = loop._Meter.__init__, loop._Meter.row, experiment.train
+    begin, row, train = loop.Meter.__init__, loop.Meter.row, experiment.train
 
     def watched_begin(meter: Any, *args: Any) -> None:
         begin(meter, *args)
@@ -90,8 +90,8 @@ def _count(name: str, overrides: list[str], folder: str) -> dict[str, Any]:
             train(*args, **options)
 
     with (
-        mock.patch.object(loop._Meter, "__init__", watched_begin),
-        mock.patch.object(loop._Meter, "row", watched_row),
+        mock.patch.object(loop.Meter, "__init__", watched_begin),
+        mock.patch.object(loop.Meter, "row", watched_row),
         mock.patch.object(experiment, "train", watched_train),
     ):
         run_experiments({name: overrides}, folder)

@@ -285,6 +285,8 @@ RULES = [
     (["train.keep_checkpoints=0"], "train.keep_checkpoints=0", "at least 1", "never deleted"),
     (["ema.decay=1"], "ema.decay=1.0", "between 0 and 1, or null", "switches it off"),
     (["adamw.lr=0"], "adamw.lr=0.0", "above 0", "the default is 1e-5"),
+    (["evaluation.every=0"], "evaluation.every=0", "at least 1 or null", "null measures at the end"),
+    (["evaluation.every=-5"], "evaluation.every=-5", "at least 1 or null", "null measures at the end"),
     (["adamw.scales_lr=-1"], "adamw.scales_lr=-1.0", "above 0", "the default is 1e-2"),
     (["adamw.betas=[0.9]"], "adamw.betas=[0.9]", "two in [0, 1)", "leave them out"),
     (["adamw.eps=0"], "adamw.eps=0.0", "above 0", "the default is"),
