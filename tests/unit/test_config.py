@@ -257,7 +257,7 @@ RULES = [
     (["optimizer.lr=2", "optimizer.solver=fixed_point"], "optimizer.lr=2.0", "solver=fixed_point", "solver=exact"),
     (["optimizer.momentum=1"], "optimizer.momentum=1.0", "[0, 1)", "0.0 switches momentum off"),
     (["optimizer.retract_every=-1"], "optimizer.retract_every=-1", "at least 0", "0 switches"),
-    (["optimizer.fixed_point_iterations=0"], "optimizer.fixed_point_iterations=0", "at least 1", "5 is enough"),
+    (["optimizer.fixed_point_iterations=0"], "optimizer.fixed_point_iterations=0", "at least 1", "5 is the default"),
     (["objective=kl_topk", "objective.k=0"], "objective.k=0", "at least 1", "name how many tokens"),
     (["train.steps=-1"], "train.steps=-1", "0 or more", "0 evaluates without training"),
     (["train.micro_batch_size=0"], "train.micro_batch_size=0", "at least 1 or null", "enlarge it"),
