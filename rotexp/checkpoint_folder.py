@@ -21,7 +21,8 @@ LATEST = "latest"
 """The file that names the newest checkpoint; written last."""
 FACTS = "facts.json"
 """The file that completes a checkpoint: it lists every other file."""
-FORMAT = 1
+FORMAT = 2
+"""1 held the best rotations alone, and not why they were the best."""
 DIGESTED_BYTES = 64 * 2**20
 """Files up to this size are known by their digest too, larger ones by their size alone."""
 NAME = re.compile(r"step-(\d{8})|\.step-(\d{8})\.replaced")

@@ -331,6 +331,7 @@ class EvaluationConfig:
         micro_batch_size: windows a forward.
         every: steps between two measurements of what is trained, by whose loss the best is then chosen, before the
             first step and after the last too (None: none, and the best is chosen by the loss of a step's own batch).
+            Where weights are whole it takes the memory of quantized ones beside them, as evaluation does.
     """
 
     window: int = 256

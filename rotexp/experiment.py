@@ -301,7 +301,7 @@ class Experiment:
 
         profiler = self.profiler(config.train.steps - state.step)
         self.utilization = self.find_utilization(model)
-        with profiler or nullcontext(), checkpoints.completed():
+        with profiler or nullcontext(), checkpoints.completed(self.stop):
             train(
                 state,
                 self.inputs.calibration,

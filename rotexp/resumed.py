@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rotexp.checkpoint_folder import read_facts
@@ -16,6 +16,8 @@ from rotexp.training.state import TrainingState
 
 MEASURED_BY = ("seed", "model", "data", "quant", "rotation", "evaluation", "sharding")
 """Groups of the configuration on which the figures of the untrained model depend."""
+LOSS_OF = ("data", "quant", "rotation", "objective")
+"""Groups on which a loss depends, so that one under others says nothing about which is the best."""
 MAY_DIFFER = (*RECORDING, "launch.", "profile")
 """Beginnings of keys that may differ unsaid."""
 
@@ -51,8 +53,7 @@ class Resumed:
             self.phases = self._saved["phases"]
             self.step_seconds = self._saved["state"]["seconds"] / max(self.step, 1)
             self.run_id = self._saved["tracker"]["run_id"]
-            same = all(self._saved["config"].get(group) == self._config[group] for group in MEASURED_BY)
-            if same and self._saved["evaluation"]["protocol"] == protocol:
+            if self._same(MEASURED_BY) and self._saved["evaluation"]["protocol"] == protocol:
                 self.evaluation = self._saved["evaluation"]
 
     def load(self, state: TrainingState, *, base: str, communication: Communication) -> list[str]:
@@ -76,9 +77,8 @@ class Resumed:
             raise ValueError(f"resume={path}: {error}") from None
         load(path, state.tensors(), communication=communication)
         state.loaded(self._saved["state"])
-        best = state.result.best
-        if best is not None and best.by.startswith("eval/") and self._saved["evaluation"]["protocol"] != self._protocol:
-            state.result.best = None  # it was chosen on other windows
+        if not self._compares_with_best():
+            state.result.best = None
         notes.append(f"resumed from {path} after step {self.step}")
         differing = differences(self._saved["config"], self._config)
         if changed := [f"{key}={value}" for key, value in differing.items() if not key.startswith(MAY_DIFFER)]:
@@ -89,3 +89,12 @@ class Resumed:
                 "rotations, averages and the order of the data are"
             )
         return notes
+
+    def _compares_with_best(self) -> bool:
+        """Return whether losses to come compare with the best one so far."""
+        return self._same(LOSS_OF) and self._saved["evaluation"]["protocol"] == self._protocol
+
+    def _same(self, groups: Sequence[str]) -> bool:
+        """Return whether the checkpoint has the present configuration in some groups, but for `evaluation.every`."""
+        changed = {key for key in differences(self._saved["config"], self._config) if key != "evaluation.every"}
+        return not any(key.partition(".")[0] in groups for key in changed)

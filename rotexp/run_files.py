@@ -51,7 +51,7 @@ def save_run_files(
     A simulated world leaves no weights, since most of them were never stepped.
     """
     files = {"rotations": model.bank.snapshot()}
-    if state.step and state.rotations:
+    if state.result.best is not None and state.rotations:
         files["rotations_best"] = state.best.rotations
     if state.step and state.ema is not None:
         averaged = state.ema.rotations()
@@ -62,7 +62,7 @@ def save_run_files(
             save_rotations(path, rotations, placements=model.placements, online=model.online, facts=facts)
     if state.names and not state.simulated:
         _save_weights(folder / WEIGHTS_FILE, state, facts=facts, communication=communication)
-        if state.step:
+        if state.result.best is not None:
             _save_best_weights(folder / BEST_FILE, state, facts=facts, communication=communication)
         if state.step and state.ema is not None:
             with state.ema.applied():

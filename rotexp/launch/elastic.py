@@ -104,7 +104,11 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
                     sys.stderr.write(f"rotexp: {Interrupted(signals.came[0])}; nothing was started\n")
                 return Interrupted(signals.came[0]).exit_code
             if failure.exitcode < 0:  # it could not say so itself
-                sys.stderr.write(f"rotexp: rank {rank}: {failure.message}\n")
+                message = f"rank {rank}: {failure.message}"
+                if read_summary(folder).get("status") == "running":
+                    record_end(folder, "failed", message)
+                else:
+                    sys.stderr.write(f"rotexp: {message}\n")
             return failure.exitcode if failure.exitcode in (REFUSED, *INTERRUPTED) else FAILED
         except RendezvousError as error:
             where = f"launch.rdzv_endpoint={config.launch.rdzv_endpoint}"

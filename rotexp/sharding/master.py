@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -12,6 +13,8 @@ from rotexp.sharding.buckets import Bucket, lay_out
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.pieces import Pieces
 from rotexp.sharding.replicas import compare, copy_first
+
+LOGGER = logging.getLogger(__name__)
 
 
 class ZeRO2Master:
@@ -71,8 +74,10 @@ class ZeRO2Master:
         One collective where all ranks hold the same, and one more a weight where they do not.
         """
         weights = {name: self.model.get_parameter(name).detach() for name in self.layout.shapes}
-        differing = compare(weights, communication=self.communication).names
-        copy_first({name: weights[name] for name in differing}, communication=self.communication)
+        strayed = compare(weights, communication=self.communication)
+        if strayed.names:
+            LOGGER.warning("%s; all ranks take the first's", strayed.line())
+        copy_first({name: weights[name] for name in strayed.names}, communication=self.communication)
         for bucket, piece in self._by_bucket(self.shard.detach()):
             values = self._zeros(bucket)
             for span in bucket.spans:

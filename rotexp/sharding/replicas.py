@@ -46,6 +46,11 @@ class Divergence:
         """What differs."""
         return tuple(self.differences)
 
+    def joined(self, later: Divergence) -> Divergence:
+        """Return what differed now or later, each by its later difference."""
+        ranks = sorted({*self.ranks, *later.ranks})
+        return Divergence({**self.differences, **later.differences}, tuple(ranks))
+
     def line(self) -> str:
         """Return it as one line for people."""
         more = len(self.names) - MOST_NAMES

@@ -25,7 +25,7 @@ from rotexp.checkpoint_folder import aside_of, complete, fault_of, prepare_aside
 from rotexp.folders import flush
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.state_dicts import Form, State, agree, check_state
-from rotexp.signals import Interrupted
+from rotexp.signals import Interrupted, StopRequest
 from rotexp.training.planners import LoadPlanner, SavePlanner
 from rotexp.training.random_states import load_random_states, save_random_states
 
@@ -108,18 +108,28 @@ class Checkpoints:
         return writing.path
 
     @contextmanager
-    def completed(self) -> Iterator[None]:
-        """Complete what is in flight when the block ends, or raises what all ranks raise alike."""
+    def completed(self, stop: StopRequest) -> Iterator[None]:
+        """Complete what is in flight when the block ends, or raises what all ranks raise alike.
+
+        Args:
+            stop: takes signals; one that comes meanwhile waits.
+
+        Raises:
+            Interrupted: one came, and the checkpoint is complete.
+        """
         try:
             yield
-        except FloatingPointError:
+        except ArithmeticError:
             self.wait()
             raise
         except Interrupted as interruption:
             if interruption.signal is not signal.SIGINT:  # which is taken at once, by every rank elsewhere
                 self.wait()
             raise
-        self.wait()
+        with stop.deferred():
+            self.wait()
+        if stop.signal is not None:
+            raise Interrupted(stop.signal)
 
     def _hold(self, aside: Path, tensors: State) -> SavePlanner:
         """Write this rank's random states of now, and hold what it will write, copied if that comes later."""

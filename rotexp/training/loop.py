@@ -66,7 +66,8 @@ def train(
         model.network, communication, master=state.master, optimizers=state.optimizers, ema=state.ema
     )
     on_divergence = config.metrics.on_divergence
-    coordinator.settle(coordinator.divergence(frozen=True), on_divergence, step=state.step)
+    if coordinator.settle(coordinator.divergence(frozen=True), on_divergence, step=state.step):
+        model.refresh_quantizers()
     objective = build(config.objective)
     meter = Meter(state, config, coordinator, guard, utilization)
 
@@ -80,7 +81,9 @@ def train(
     divided = dividing(model, config.sharding, communication=communication, frozen=frozen)
     with model.mode.set(rotate=True, quantize=True), stop.deferred(), divided as division:
         if state.step == 0 and config.evaluation.every is not None:
-            log(0, judged())
+            held_out = judged()
+            with meter.paused():
+                log(0, held_out)
         share = torch.zeros((), device=accelerator.device)
         for token_ids in meter.timed(load_batches(blocks, config, accelerator, first_step=state.step)):
             with accelerator.accumulate():
@@ -106,7 +109,8 @@ def train(
             share = torch.zeros_like(share)
             result.seconds = meter.seconds
             _refresh(model, config, state.step)
-            held_out = judged() if _is_due(state.step, config.evaluation.every, config) else {}
+            judging = not stopping and _is_due(state.step, config.evaluation.every, config)
+            held_out = judged() if judging else {}  # to save comes first where time is short
             with part("metrics"):
                 row = meter.row(state.step, loss=mean_loss, norms=norms) | rates | held_out
                 if held_out or _is_due(state.step, config.train.log_every, config):
@@ -118,8 +122,9 @@ def train(
                 save()
             if stopping:
                 raise Interrupted(stop.signal or signal.SIGTERM)
-        state.conclude(coordinator.divergence(frozen=True))  # before projection and broadcast, after which all is well
-        coordinator.settle(result.divergence, on_divergence, step=state.step)
+        strayed = coordinator.divergence(frozen=True)
+        state.conclude(meter.divergence.joined(strayed))  # before projection and broadcast, after which all is well
+        coordinator.settle(strayed, on_divergence, step=state.step)
         state.optimizers.project()
         coordinator.broadcast()
     result.seconds = meter.seconds

@@ -13,6 +13,7 @@ from rotexp.config import Config
 from rotexp.metrics.flops import Utilization
 from rotexp.metrics.profiler import part
 from rotexp.metrics.rotations import rotation_metrics
+from rotexp.sharding.replicas import Divergence
 from rotexp.sync.guard import GuardCounts, UnshardGuard
 from rotexp.training.batches import tokens_per_step
 from rotexp.training.coordinator import Coordinator, Norms
@@ -20,7 +21,11 @@ from rotexp.training.state import TrainingState
 
 
 class Meter:
-    """Measures steps."""
+    """Measures steps.
+
+    Attributes:
+        divergence: of replicas when they were compared last, before what differed was overwritten.
+    """
 
     def __init__(
         self,
@@ -36,6 +41,7 @@ class Meter:
         self.state = state
         self.config = config
         self.coordinator = coordinator
+        self.divergence = Divergence()
         self.data_seconds = 0.0
         self.began = self.step_began = time.perf_counter()
         self.before = state.result.seconds
@@ -92,7 +98,7 @@ class Meter:
         if norms.weights is not None:
             row["grad_norm/weights"] = norms.weights.item()
         if step % config.metrics.divergence_every == 0 or step == config.train.steps:
-            divergence = self.coordinator.divergence()
+            self.divergence = divergence = self.coordinator.divergence()
             if self.coordinator.settle(divergence, config.metrics.on_divergence, step=step):
                 self.state.model.refresh_quantizers()
             row |= {"replica/max_abs_diff": divergence.max_abs_diff, "replica/num_divergent": len(divergence.names)}

@@ -72,6 +72,7 @@ class TrainingState:
         shard = {MASTER: self.master.shard} if self.master else {}
         self.optimizers = Optimizers(self.rotations, {**shard, **held}, config)
         self.ema = self._ema(config, communication)
+        self._simulated = config.sharding.sim_world is not None
         self._judged = config.evaluation.every is not None
         self.best = Best(dict(model.bank.items()), self._held())
 
@@ -88,7 +89,7 @@ class TrainingState:
     @property
     def simulated(self) -> bool:
         """Whether the world is simulated, so that most weights are never stepped."""
-        return self.master is not None and self.master.simulated
+        return self._simulated
 
     def weights(self) -> dict[str, Tensor | Pieces]:
         """Return what is trained beside rotations, by name, each as this rank holds it, in its own shape."""

@@ -159,6 +159,7 @@ def test_a_killed_rank_ends_both_nodes(nodes: Nodes, tmp_path: Path) -> None:
     assert [code for code, _ in codes] == [1, 1]
     assert "SIGKILL" in codes[1][1]
     assert folder_of_rank_0(tmp_path) == folder
+    assert summary_of(folder)["status"] == "failed", "whichever rank was killed"
 
 
 def test_a_signal_to_one_node_ends_both(nodes: Nodes, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from rotexp import checkpoint_folder
 from rotexp.checkpoint_folder import FACTS, LATEST, find_checkpoint, read_facts
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.pieces import Pieces
+from rotexp.signals import Interrupted, StopRequest, interruptible
+from rotexp.training import checkpoint
 from rotexp.training.checkpoint import Checkpoints, load, restore_random_states
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +125,7 @@ def lose(path: Path) -> str:
 def age(path: Path) -> str:
     facts = json.loads((path / FACTS).read_text())
     (path / FACTS).write_text(json.dumps(facts | {"format": 99}))
-    return "its format is 99, and this version reads 1"
+    return "its format is 99, and this version reads 2"
 
 
 def garble(path: Path) -> str:
@@ -293,6 +296,30 @@ def test_saving_again_completes_the_one_in_flight(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path).path.name == "step-00000001"
     checkpoints.wait()
     assert find_checkpoint(tmp_path).path.name == "step-00000002"
+
+
+def test_a_signal_while_the_last_one_is_completed_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    complete = checkpoint.complete
+
+    def signalled(*arguments: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        complete(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint, "complete", signalled)
+    with interruptible() as stop, pytest.raises(Interrupted, match="SIGTERM"):  # noqa: PT012
+        checkpoints = opened(tmp_path, asynchronous=True)
+        with checkpoints.completed(stop):
+            checkpoints.save(4, tensors(4), facts={})
+    assert find_checkpoint(tmp_path).path == tmp_path / "checkpoints" / "step-00000004"
+
+
+@pytest.mark.parametrize("error", [FloatingPointError, ArithmeticError])
+def test_what_all_ranks_raise_alike_completes_the_one_in_flight(tmp_path: Path, error: type[Exception]) -> None:
+    checkpoints = opened(tmp_path, asynchronous=True)
+    with pytest.raises(error), checkpoints.completed(StopRequest()):  # noqa: PT012
+        checkpoints.save(5, tensors(5), facts={})
+        raise error("a replica strayed")
+    assert find_checkpoint(tmp_path).path == tmp_path / "checkpoints" / "step-00000005"
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -99,6 +99,12 @@ def test_a_checkpoint_carries_what_was_best_and_why(config: Config, build: Calla
     assert marks(other) == {7.0}
 
 
+def test_what_was_overwritten_before_the_end_is_summarized_all_the_same() -> None:
+    last, end = Divergence({"R1": 0.5, "R2_0": 0.25}, ranks=(1,)), Divergence({"R1": 0.125, "frozen": 1.0}, ranks=(2,))
+    assert last.joined(end) == Divergence({"R1": 0.125, "R2_0": 0.25, "frozen": 1.0}, ranks=(1, 2))
+    assert Divergence().joined(end) == end
+
+
 def test_a_rotation_that_strays_is_summarized_by_its_own_difference(config: Config, build: Callable[..., Any]) -> None:
     state = build(config)
     state.conclude(Divergence({"R1": 0.25, "R2_1": 0.5, "lm_head.weight": 1.0}, ranks=(1,)))
