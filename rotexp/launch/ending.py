@@ -43,7 +43,9 @@ def recorded(config: Config, folder: Path, run: Callable[[], None], *, stop: Sto
 
 
 def _interrupted(folder: Path, interruption: Interrupted) -> int:
-    record_end(folder, "interrupted", str(interruption))
+    """Record it, unless a node did so before it killed the ranks that this one then missed."""
+    if read_summary(folder).get("status") != "interrupted":
+        record_end(folder, "interrupted", str(interruption))
     return interruption.exit_code
 
 

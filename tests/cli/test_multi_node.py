@@ -181,8 +181,10 @@ def test_a_stopped_rank_on_one_node_does_not_keep_nodes_alive(stopped: int, node
         process.send_signal(signal.SIGTERM)
     found = ended(processes, seconds=2 * GONE_SECONDS)
     assert [code for code, _ in found] == [143, 143], found
-    assert [errors.count("\n") for _, errors in found][place] == 1, found
-    assert found[1 - place][1].count("\n") <= 1, "rank 0's node says it; the other, if its rank was killed"
+    # torch's store may warn of a peer that is gone, in lines of its own
+    assert [errors.count("rotexp: ") for _, errors in found][place] == 1, found
+    assert not any("Traceback" in errors for _, errors in found), found
+    assert found[1 - place][1].count("rotexp: ") <= 1, "rank 0's node says it; the other, if its rank was killed"
     summary = summary_of(folder)
     assert (summary["status"], "interrupted by SIGTERM; " in summary["error"]) == ("interrupted", True)
     if stopped == 0:  # else it may miss rank 1, killed a little before it, and say so

@@ -13,6 +13,8 @@ import pytest
 from ranks_experiment import run_experiments, run_with_unequal_threads
 from world import run_world
 
+pytestmark = pytest.mark.slow
+
 VARIANTS = {
     "": [],
     ", accumulated": ["train.micro_batch_size=1"],
