@@ -6,14 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from rotexp.config import Config, ShardingConfig
+from rotexp.config import Config
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.rotation.divided import ShardedOver, may_divide, will_divide
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.model import RotatedModel
-from rotexp.sharding.strategies import precision_policy
+from rotexp.sharding.strategies import is_split, precision_policy
 from rotexp.targets import build
 from rotexp.validation import mesh_sizes
 
@@ -53,11 +51,6 @@ def quantizer_bytes(
         divided_sums=sum(rotations.values()),
         divided_codes=sum(_codes(linear) // ranks for linear in divided),
     )
-
-
-def is_split(parameter: Tensor, sharding: ShardingConfig) -> bool:
-    """Return whether FSDP shares a parameter's rows out, unless it is told to ignore it."""
-    return not sharding.strategy.keeps_weights_whole and parameter.numel() >= sharding.min_shard_size
 
 
 def _divided(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -97,6 +97,11 @@ def shard(
     return effective
 
 
+def is_split(parameter: Tensor, config: ShardingConfig) -> bool:
+    """Return whether a parameter's rows are shared out, unless it is one that is ignored."""
+    return not config.strategy.keeps_weights_whole and parameter.numel() >= config.min_shard_size
+
+
 def build_mesh(strategy: Strategy, sizes: tuple[int, int], *, device_type: str) -> DeviceMesh:
     """Return the mesh of a strategy: `shard`, or `replicate` by `shard`."""
     if strategy.two_dimensional:
@@ -150,7 +155,7 @@ def check_effective(
     replicate, shards = mesh_sizes(config, world_size=world_size, ranks_per_node=ranks_per_node)
     mesh = (replicate, shards) if config.strategy.two_dimensional else (shards,)
     for name, parameter in model.named_parameters():
-        wanted = not config.strategy.keeps_weights_whole and parameter.numel() >= config.min_shard_size
+        wanted = is_split(parameter, config)
         split = isinstance(parameter, DTensor)
         if split != (wanted and parameter not in ignored):
             state = "sharded" if split else "whole"

@@ -17,6 +17,7 @@ from rotexp.metrics.profiler import StepProfiler, part
 from rotexp.rotation.divided import dividing, may_divide
 from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.communication import Communication
+from rotexp.sharding.replicas import Divergence
 from rotexp.signals import Interrupted, StopRequest
 from rotexp.sync.guard import UnshardGuard
 from rotexp.targets import build
@@ -65,8 +66,7 @@ def train(
     coordinator = Coordinator(
         model.network, communication, master=state.master, optimizers=state.optimizers, ema=state.ema
     )
-    on_divergence = config.metrics.on_divergence
-    if coordinator.settle(coordinator.divergence(frozen=True), on_divergence, step=state.step):
+    if coordinator.settle(coordinator.divergence(frozen=True), config.metrics.on_divergence, step=state.step):
         model.refresh_quantizers()
     objective = build(config.objective)
     meter = Meter(state, config, coordinator, guard, utilization)
@@ -122,14 +122,23 @@ def train(
                 save()
             if stopping:
                 raise Interrupted(stop.signal or signal.SIGTERM)
-        strayed = coordinator.divergence(frozen=True)
-        state.conclude(meter.divergence.joined(strayed))  # before projection and broadcast, after which all is well
-        coordinator.settle(strayed, on_divergence, step=state.step)
-        state.optimizers.project()
-        coordinator.broadcast()
+        _conclude(state, coordinator, config, earlier=meter.divergence)
     result.seconds = meter.seconds
     if stop.signal is not None:  # it came after the last step, which is saved
         raise Interrupted(stop.signal)
+
+
+def _conclude(state: TrainingState, coordinator: Coordinator, config: Config, *, earlier: Divergence) -> None:
+    """Keep what replicas and rotations are like, and project the rotations, after which all looks well.
+
+    Args:
+        earlier: what strayed when replicas were last compared, and may have been overwritten since.
+    """
+    strayed = coordinator.divergence(frozen=True)
+    state.conclude(earlier.joined(strayed))
+    coordinator.settle(strayed, config.metrics.on_divergence, step=state.step)
+    state.optimizers.project()
+    coordinator.broadcast()
 
 
 def _advance(state: TrainingState, coordinator: Coordinator, config: Config, *, loss: float, norms: Norms) -> None:
