@@ -1,6 +1,6 @@
-"""Small Llama models whose every parameter is random, as Hugging Face makes them and as rotexp prepares them."""
+"""Small Llama models whose every parameter is random, as Hugging Face makes them and rotexp prepares them; threads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,3 +92,12 @@ def rotated() -> Callable[..., RotatedModel]:
 def token_ids() -> Tensor:
     """Token ids (3, 10)."""
     return torch.randint(SHAPE["vocab_size"], (3, 10), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(params=[1, 2, 4])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Give torch so many threads during a test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

@@ -3,7 +3,6 @@
 import io
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -245,15 +244,6 @@ def test_batch_equals_one_by_one() -> None:
     stepped(alone, [[parameter] for parameter in alone], steps=3)
     for one, other in zip(together, alone, strict=True):
         torch.testing.assert_close(one, other, atol=5e-7, rtol=0.0)
-
-
-@pytest.fixture(params=[1, 2, 4])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Give torch so many threads during a test."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def dense_step(rotation: np.ndarray, gradient: np.ndarray, *, angle: float) -> np.ndarray:

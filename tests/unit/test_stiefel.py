@@ -1,7 +1,7 @@
 """Checks the maths of orthogonal matrices against dense float64 formulas of numpy and scipy."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,15 +21,6 @@ def random_rotation(*shape: int, seed: int, dtype: torch.dtype = torch.float64) 
     generator = torch.Generator().manual_seed(seed)
     rotation: Tensor = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))[0]
     return rotation.contiguous().to(dtype)
-
-
-@pytest.fixture(params=[1, 2, 4])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Give torch so many threads during a test."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def random_matrix(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
