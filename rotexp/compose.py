@@ -78,9 +78,9 @@ def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _absolute_files(options: Group, *names: str) -> Group:
-    """Return the options with the files that these fields name written from the root."""
+    """Return the options with the files that these fields name written from the root; links stay links."""
     named = {name: getattr(options, name) for name in names}
-    files: dict[str, Any] = {name: str(Path(file).resolve()) for name, file in named.items() if file}
+    files: dict[str, Any] = {name: str(Path(file).absolute()) for name, file in named.items() if file}
     return dataclasses.replace(options, **files)
 
 

@@ -185,7 +185,14 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Text and how it is cut; lengths in tokens, batch in blocks over all ranks."""
+    """Text and how it is cut; lengths in tokens, batch in blocks over all ranks.
+
+    Attributes:
+        path, revision: of WikiText-2: the hub's repository or a folder, and its branch, tag or commit.
+        calibration, evaluation: of your own texts: a file, a folder or a pattern such as `texts/*.txt`.
+        field: which field of JSON Lines or Parquet holds the text; of plain text there is none.
+        max_characters: how far each text is read (None: to its end); memory and time grow with it.
+    """
 
     name: str = MISSING
     source: DataSource = MISSING
@@ -193,6 +200,8 @@ class DataConfig:
     revision: str | None = None
     calibration: str | None = None
     evaluation: str | None = None
+    field: str | None = None
+    max_characters: int | None = 100_000_000
     sequence_length: int = 256
     global_batch_size: int = 8
 

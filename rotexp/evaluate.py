@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -30,6 +30,7 @@ from rotexp.folders import write_atomically
 from rotexp.launch.ending import is_out_of_memory
 from rotexp.launch.outer import is_first
 from rotexp.signals import Interrupted, interruptible
+from rotexp.validation import KEYS_OF_SOURCE
 from rotexp.wrong_request import Vocabulary
 
 if TYPE_CHECKING:
@@ -102,7 +103,16 @@ def to_request(composed: DictConfig, run: FinishedRun | None) -> Config:
     if run is not None and own:
         raise ValueError(f"run={composed.run}: is measured with {own} of its own; leave out {own}, or run")
     base = AS_IT_COMES if run is None else _in_one_process(run.config)
+    if (source := given.get("data", {}).get("source")) is not None:
+        base = replace(base, data=_without_keys_of_others(base.data, source))
     return to_config(OmegaConf.merge(writable(base), given))  # type: ignore[arg-type]
+
+
+def _without_keys_of_others(data: DataConfig, source: DataSource) -> DataConfig:
+    """Return the options of `data` without those that only other sources than this one read."""
+    others = (keys for other, keys in KEYS_OF_SOURCE.items() if other is not source)
+    unset: dict[str, Any] = {key: None for keys in others for key in keys}
+    return replace(data, **unset)
 
 
 def _in_one_process(config: Config) -> Config:
@@ -144,6 +154,10 @@ def _evaluate(config: Config, run: FinishedRun | None, out: Path | None) -> int:
     from rotexp.tracking.console import results_table
 
     inputs = open_inputs(config)
+    if run is not None:
+        _check_calibration(run, config, inputs)
+    for warning in inputs.warnings:
+        sys.stdout.write(f"warning: {warning}\n")
     config = replace(config, model=resolve_model(config.model, inputs.checkpoint))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     measurements = Measurements(
@@ -166,6 +180,20 @@ def _evaluate(config: Config, run: FinishedRun | None, out: Path | None) -> int:
         write_atomically(out, _to_json(config, run, inputs, measurements))
         sys.stdout.write(f"wrote {out}\n")
     return DONE
+
+
+def _check_calibration(run: FinishedRun, config: Config, inputs: Inputs) -> None:
+    """Refuse to measure a run on the text that it was calibrated on, of which its summary keeps the digest.
+
+    Raises:
+        ValueError: it is that text.
+    """
+    digest = run.summary["evaluation"]["protocol"]["calibration_digest"]
+    if inputs.protocol["text_digest"] == digest:
+        raise ValueError(
+            f"data.evaluation={config.data.evaluation}: is the text that the run was calibrated on (digest {digest}); "
+            f"held-out figures need another"
+        )
 
 
 def _measure_model(config: Config, inputs: Inputs, measurements: Measurements, device: torch.device) -> None:

@@ -160,6 +160,8 @@ class Experiment:
     def load(self) -> RotatedModel:
         """Build the model's structure, without memory, with rotations and quantizers in place."""
         checkpoint, config = self.inputs.checkpoint, self.config
+        for warning in self.inputs.warnings:
+            self.warn(warning)
         if checkpoint.coarse:
             counts = ", ".join(f"{count} {grid}" for grid, count in checkpoint.coarse_counts().items())
             self.console.print(f"weights were stored on a coarse grid: {counts}", highlight=False, soft_wrap=True)

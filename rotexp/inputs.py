@@ -8,7 +8,9 @@ from typing import Any
 
 from rotexp.config import Config, DataConfig, DataSource
 from rotexp.data.blocks import BlockSampler, TokenBlocks, cut
-from rotexp.data.corpora import Corpus, builtin_corpus, read_text, text_digest, wikitext2_corpus
+from rotexp.data.corpora import Corpus, builtin_corpus, cut_to, text_digest, wikitext2_corpus
+from rotexp.data.overlap import PASSAGE, repeated_share, spelling_digest
+from rotexp.data.text_files import find_text
 from rotexp.models.arch import find_spec
 from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.load import build_model, load_tokenizer, open_checkpoint
@@ -27,6 +29,7 @@ class Inputs:
         evaluation: token ids (windows, evaluation.window).
         protocol: how held-out figures are made: digests, window, stride, tokens scored.
         resumption: the checkpoint the run begins at.
+        warnings: what people may not expect of the texts.
     """
 
     checkpoint: Checkpoint
@@ -34,26 +37,49 @@ class Inputs:
     evaluation: TokenBlocks
     protocol: dict[str, Any]
     resumption: Resumption = field(default_factory=Resumption)
+    warnings: tuple[str, ...] = ()
 
 
-def read_corpus(data: DataConfig) -> Corpus:
-    """Read calibration and evaluation text.
+def read_corpus(data: DataConfig) -> tuple[Corpus, list[str]]:
+    """Read calibration and evaluation text; return them, and what people may not expect of them.
 
     Raises:
-        ValueError: a file is missing or unreadable, or the hub did not give the data set.
+        ValueError: a file is missing or unreadable, the hub did not give the data set, or both are the same text.
     """
+    corpus, longer = cut_to(_read_whole_corpus(data), data.max_characters)
+    if spelling_digest(corpus.calibration) == spelling_digest(corpus.evaluation):
+        raise ValueError(
+            f"data.evaluation={data.evaluation}: holds the same text as data.calibration={data.calibration}, whatever "
+            f"its name and spelling; held-out figures need text that was not trained on"
+        )
+    limit = f"data.max_characters={data.max_characters}"
+    return corpus, [f"{limit}: {key} is longer, and no more of it is read; null reads all" for key in longer]
+
+
+def _read_whole_corpus(data: DataConfig) -> Corpus:
+    """Read both texts, of the user's own no more than is needed to see whether they are longer than the limit."""
     match data.source:
         case DataSource.builtin:
             return builtin_corpus()
         case DataSource.wikitext2:
             return wikitext2_corpus(path=data.path or "Salesforce/wikitext", revision=data.revision)
         case DataSource.text:
-            return Corpus(
-                *(
-                    read_text(Path(str(getattr(data, name))), key=f"data.{name}")
-                    for name in ("calibration", "evaluation")
-                )
-            )
+            return _read_texts(data)
+
+
+def _read_texts(data: DataConfig) -> Corpus:
+    """Read the user's own texts; both are found before either is read.
+
+    Raises:
+        ValueError: one is missing or unreadable, or neither has fields and one is named.
+    """
+    calibration, evaluation = (
+        find_text(Path(str(getattr(data, name))), key=f"data.{name}") for name in ("calibration", "evaluation")
+    )
+    if data.field is not None and not (calibration.has_rows or evaluation.has_rows):
+        raise ValueError(f"data.field={data.field}: must be null where both texts are plain; leave it out")
+    at_most = None if data.max_characters is None else data.max_characters + 1
+    return Corpus(*(text.read(field=data.field, at_most=at_most) for text in (calibration, evaluation)))
 
 
 def open_inputs(config: Config) -> Inputs:
@@ -62,7 +88,7 @@ def open_inputs(config: Config) -> Inputs:
     Raises:
         ValueError: anything about the request that cannot work; nothing was loaded or started then.
     """
-    corpus = read_corpus(config.data)
+    corpus, warnings = read_corpus(config.data)
     checkpoint = open_checkpoint(config.model, seed=config.seed)
     _check_lengths(config, checkpoint)
     tokenizer = load_tokenizer(checkpoint)
@@ -70,11 +96,28 @@ def open_inputs(config: Config) -> Inputs:
         corpus.calibration, tokenizer, length=config.data.sequence_length, key=f"data.calibration ({config.data.name})"
     )
     evaluation = cut(
-        corpus.evaluation, tokenizer, length=config.evaluation.window, key=f"data.evaluation ({config.data.name})"
-    )[: config.evaluation.max_windows]
+        corpus.evaluation,
+        tokenizer,
+        length=config.evaluation.window,
+        key=f"data.evaluation ({config.data.name})",
+        max_blocks=config.evaluation.max_windows,
+    )
     _check_placement(config, checkpoint)
     BlockSampler(len(calibration), global_batch_size=config.data.global_batch_size, steps=0, seed=0)
-    return Inputs(checkpoint, calibration, evaluation, _protocol(config, corpus, evaluation))
+    share = repeated_share(corpus.evaluation, corpus.calibration)
+    protocol = _protocol(config, corpus, evaluation) | {"share_in_calibration": share}
+    return Inputs(checkpoint, calibration, evaluation, protocol, warnings=(*warnings, *_repetition(share)))
+
+
+def _repetition(share: float) -> list[str]:
+    """Say that a share of the evaluation text stands in the calibration text, if any does."""
+    if not share:
+        return []
+    shown = f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+    return [
+        f"{shown} of the evaluation text stands in the calibration text too, in passages of {PASSAGE} characters or "
+        f"more (blanks not counted): held-out figures look better than they are; evaluate on other text"
+    ]
 
 
 def _check_lengths(config: Config, checkpoint: Checkpoint) -> None:

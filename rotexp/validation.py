@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from rotexp.config import (
     COMPONENTS,
@@ -26,6 +27,12 @@ from rotexp.targets import check_target
 
 MASTER_OPTIONS = ("bucket_mib", "sim_world")
 """Options of `sharding` that only the ZeRO-2 master has."""
+
+KEYS_OF_SOURCE = {
+    DataSource.wikitext2: ("path", "revision"),
+    DataSource.text: ("calibration", "evaluation", "field"),
+}
+"""Options of `data` that only one source reads, and which are null where another is chosen."""
 
 
 def validate(config: Config) -> None:
@@ -150,16 +157,23 @@ def _validate_model(model: ModelConfig) -> None:
 
 
 def _validate_data(data: DataConfig) -> None:
+    for source, keys in KEYS_OF_SOURCE.items():
+        for key in keys if source is not data.source else ():
+            allowed = f"null for data={data.name}, which does not read it"
+            require(getattr(data, key) is None, f"data.{key}", getattr(data, key), allowed, f"set data={source.name}")
     if data.source is DataSource.text:
         for name in ("calibration", "evaluation"):
             require(bool(getattr(data, name)), f"data.{name}", None, "a text file", f"set data.{name}=FILE")
         require(
-            data.calibration != data.evaluation,
+            os.path.realpath(str(data.calibration)) != os.path.realpath(str(data.evaluation)),
             "data.evaluation",
             data.evaluation,
             "another file than data.calibration",
             "held-out figures need text that was not trained on",
         )
+        require(data.field != "", "data.field", data.field, "a field's name or null", "null is plain text")
+    limit = data.max_characters
+    require(limit is None or limit >= 1, "data.max_characters", limit, "at least 1 or null", "null reads all")
     require(data.sequence_length >= 2, "data.sequence_length", data.sequence_length, "at least 2", "lengthen it")
     require(data.global_batch_size >= 1, "data.global_batch_size", data.global_batch_size, "at least 1", "enlarge it")
 

@@ -11,28 +11,44 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from rotexp.data.pieces import pieces
+
 TokenBlocks = NDArray[np.int64]
 """Token ids: (blocks, tokens)."""
 
 
-def cut(text: str, tokenizer: Any, *, length: int, key: str) -> TokenBlocks:
+def cut(text: str, tokenizer: Any, *, length: int, key: str, max_blocks: int | None = None) -> TokenBlocks:
     """Tokenize a text as one sequence, without special tokens, and cut it into blocks; what is left over is dropped.
+
+    A text longer than `PIECE_CHARACTERS` is tokenized piece by piece.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         length: tokens a block.
         key: the config key that named the text, for the error.
+        max_blocks: the first blocks alone, and no more of the text tokenized than these take (None: all).
 
     Raises:
         ValueError: the text is shorter than one block.
     """
-    token_ids = np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
+    token_ids = _tokenize(text, tokenizer, enough=None if max_blocks is None else max_blocks * length)
     if len(token_ids) < length:
         raise ValueError(
             f"{key}: the text has {len(token_ids)} tokens, fewer than one block of {length}; name a longer text or "
             f"shorten data.sequence_length and evaluation.window"
         )
-    return token_ids[: len(token_ids) // length * length].reshape(-1, length)
+    return token_ids[: len(token_ids) // length * length].reshape(-1, length)[:max_blocks]
+
+
+def _tokenize(text: str, tokenizer: Any, *, enough: int | None) -> NDArray[np.int64]:
+    """Return the token ids (tokens,) of a text's pieces, of which no further ones are taken once these are enough."""
+    found: list[NDArray[np.int64]] = []
+    for piece in pieces(text):
+        ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        found.append(np.asarray(ids, dtype=np.int64))
+        if enough is not None and sum(map(len, found)) >= enough:
+            break
+    return np.concatenate(found)
 
 
 class BlockDataset(Dataset[Tensor]):

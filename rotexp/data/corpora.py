@@ -1,4 +1,4 @@
-"""The texts a run calibrates and evaluates on: CPython's own prose, the user's files, or WikiText-2."""
+"""A run's two texts, and where they come from if not from the user's files: CPython's own prose, or WikiText-2."""
 
 import ast
 import hashlib
@@ -44,33 +44,13 @@ def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
-def read_text(path: Path, *, key: str) -> str:
-    """The contents of a UTF-8 text file.
-
-    Args:
-        path: the file to read.
-        key: the configuration key that named the file, for the error message.
-
-    Raises:
-        ValueError: the file is missing, a directory, unreadable, not UTF-8, or blank.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{key}={path}: no such file; give the path of an existing UTF-8 text file") from None
-    except IsADirectoryError:
-        raise ValueError(f"{key}={path}: is a directory; give the path of one UTF-8 text file inside it") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{key}={path}: is not UTF-8 (byte {error.start}); convert it, e.g. with `iconv -t UTF-8`"
-        ) from None
-    except OSError as error:
-        raise ValueError(
-            f"{key}={path}: cannot be read ({error.strerror}); check the path and its permissions"
-        ) from None
-    if not text.strip():
-        raise ValueError(f"{key}={path}: is empty; give a file that contains text")
-    return text
+def cut_to(corpus: Corpus, max_characters: int | None) -> tuple[Corpus, list[str]]:
+    """Leave at most so many characters of each text (None: all); return the texts' keys that were longer."""
+    texts = {name: getattr(corpus, name) for name in ("calibration", "evaluation")}
+    longer = [
+        f"data.{name}" for name, text in texts.items() if max_characters is not None and len(text) > max_characters
+    ]
+    return Corpus(**{name: text[:max_characters] for name, text in texts.items()}), longer
 
 
 def builtin_corpus() -> Corpus:

@@ -1,0 +1,131 @@
+"""Recognize what a file is by its first bytes, whatever it is called."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from enum import Enum
+
+HEAD_BYTES = 1 << 16
+"""How much of a file is looked at."""
+
+
+class Format(Enum):
+    """What text can be read from."""
+
+    text = "plain text"
+    json_lines = "JSON Lines"
+    parquet = "Parquet"
+    gzip = "gzip"
+
+
+UNPACK = "unpack it, and name the files inside"
+CONVERT_ROWS = "write it as Parquet or JSON Lines, and set data.field"
+SAVE_AS_TEXT = "save its text as UTF-8"
+
+FOREIGN = (
+    (b"PK\x03\x04", "a zip archive (or a docx, xlsx, npz or torch file)", UNPACK),
+    (b"PK\x05\x06", "an empty zip archive", UNPACK),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd", "decompress it with `zstd -d`"),
+    (b"\xfd7zXZ\x00", "compressed by xz", "decompress it with `xz -dk`"),
+    (b"BZh", "compressed by bzip2", "decompress it with `bzip2 -dk`"),
+    (b"\x04\x22\x4d\x18", "compressed by lz4", "decompress it with `lz4 -d`"),
+    (b"\xff\x06\x00\x00sNaPpY", "compressed by snappy", "decompress it"),
+    (b"\x1f\x9d", "compressed by compress", "decompress it with `gzip -dk`"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", UNPACK),
+    (b"Rar!\x1a\x07", "a rar archive", UNPACK),
+    (b"PARE", "encrypted Parquet", "decrypt it"),
+    (b"ARROW1", "an Arrow file", CONVERT_ROWS),
+    (b"\xff\xff\xff\xff", "an Arrow stream", CONVERT_ROWS),
+    (b"ORC", "an ORC file", CONVERT_ROWS),
+    (b"Obj\x01", "an Avro file", CONVERT_ROWS),
+    (b"SQLite format 3\x00", "an SQLite database", CONVERT_ROWS),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file", CONVERT_ROWS),
+    (b"\x93NUMPY", "a NumPy array", "name the text, not its tokens"),
+    (b"GGUF", "a model in GGUF", "name a text"),
+    (b"%PDF-", "a PDF", SAVE_AS_TEXT),
+    (b"{\\rtf", "an RTF document", SAVE_AS_TEXT),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an Office document", SAVE_AS_TEXT),
+    (b"\x7fELF", "a program", "name a text"),
+    (b"\x89PNG\r\n\x1a\n", "a PNG picture", "name a text"),
+    (b"\xff\xd8\xff", "a JPEG picture", "name a text"),
+    (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer", "fetch the file itself with `git lfs pull`"),
+)
+"""First bytes of what is often named by mistake, what it is, and what to do."""
+
+SIGNS_OF_BINARY = {
+    b"BZh": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
+    b"ORC": re.compile(rb"ORC[\x00-\x1f]"),
+    b"GGUF": re.compile(rb"GGUF[\x01-\x0f]\x00"),
+    b"ARROW1": re.compile(rb"ARROW1\x00\x00"),
+}
+"""More of the first bytes, where a text may well begin with so few letters."""
+
+TAR_PLACE, TAR_MAGIC = 257, b"ustar"
+PICKLE = re.compile(rb"\x80[\x02-\x05]")
+TO_UTF8 = "convert it with `iconv -f {encoding} -t UTF-8`"
+BYTE_ORDER_MARKS = (
+    (codecs.BOM_UTF32_LE, "UTF-32"),
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
+
+
+def recognize(head: bytes) -> Format:
+    """Return what a file is, of which these are the first bytes.
+
+    Raises:
+        ValueError: it is nothing that text is read from; says what it is, and what to do.
+    """
+    if head.startswith(b"\x1f\x8b"):
+        return Format.gzip
+    if head.startswith(b"PAR1"):
+        return Format.parquet
+    for magic, name, remedy in FOREIGN:
+        if head.startswith(magic) and (magic not in SIGNS_OF_BINARY or SIGNS_OF_BINARY[magic].match(head)):
+            raise ValueError(f"is {name}, not text; {remedy}")
+    if head[TAR_PLACE:].startswith(TAR_MAGIC):
+        raise ValueError(f"is a tar archive, not text; {UNPACK}")
+    if PICKLE.match(head):
+        raise ValueError("is a pickle, not text; save its text as UTF-8")
+    _refuse_wide_characters(head)
+    return _text_format(head.removeprefix(codecs.BOM_UTF8))
+
+
+def _refuse_wide_characters(head: bytes) -> None:
+    """Refuse UTF-16 and UTF-32, which have every other byte zero in most texts."""
+    for mark, name in BYTE_ORDER_MARKS:
+        if head.startswith(mark):
+            raise ValueError(f"is {name}, not UTF-8; {TO_UTF8.format(encoding=name)}")
+    halves = {"UTF-16LE": head[1::2], "UTF-16BE": head[0::2]}
+    shares = {name: half.count(0) / max(len(half), 1) for name, half in halves.items()}
+    for name, other in (("UTF-16LE", "UTF-16BE"), ("UTF-16BE", "UTF-16LE")):
+        if shares[name] > 0.3 and shares[other] < 0.05:
+            raise ValueError(f"looks like {name}, not UTF-8; {TO_UTF8.format(encoding=name)}")
+
+
+def _text_format(head: bytes) -> Format:
+    """Tell JSON Lines from other text; one JSON value over several lines is refused."""
+    start = head.lstrip()
+    if not re.match(rb'\{\s*("|\})|\[\s*\{', start):
+        return Format.text
+    lines = [line for line in start.split(b"\n") if line.strip()]
+    complete = lines if len(head) < HEAD_BYTES else lines[:-1]
+    if any(map(_is_object, complete[:2])):
+        return Format.json_lines if all(line.lstrip().startswith(b"{") for line in complete[:2]) else Format.text
+    if start.startswith(b"["):
+        raise ValueError("is one JSON array; write one object a line (`jq -c '.[]'`), and set data.field")
+    if not complete:  # the first line is longer than the head
+        return Format.json_lines
+    if re.match(rb'\{\s*"[^"\n]*"\s*:', start):
+        raise ValueError("is JSON, but not one object a line; write it so (`jq -c .`), and set data.field")
+    return Format.text
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
