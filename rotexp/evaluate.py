@@ -103,7 +103,7 @@ def to_request(composed: DictConfig, run: FinishedRun | None) -> Config:
     if run is not None and own:
         raise ValueError(f"run={composed.run}: is measured with {own} of its own; leave out {own}, or run")
     base = AS_IT_COMES if run is None else _in_one_process(run.config)
-    if (source := given.get("data", {}).get("source")) is not None:
+    if isinstance(source := given.get("data", {}).get("source"), DataSource):
         base = replace(base, data=_without_keys_of_others(base.data, source))
     return to_config(OmegaConf.merge(writable(base), given))  # type: ignore[arg-type]
 

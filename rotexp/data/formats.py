@@ -99,24 +99,24 @@ def _refuse_wide_characters(head: bytes) -> None:
     for mark, name in BYTE_ORDER_MARKS:
         if head.startswith(mark):
             raise ValueError(f"is {name}, not UTF-8; {TO_UTF8.format(encoding=name)}")
-    halves = {"UTF-16LE": head[1::2], "UTF-16BE": head[0::2]}
-    shares = {name: half.count(0) / max(len(half), 1) for name, half in halves.items()}
-    for name, other in (("UTF-16LE", "UTF-16BE"), ("UTF-16BE", "UTF-16LE")):
-        if shares[name] > 0.3 and shares[other] < 0.05:
+    zeros = {"UTF-16LE": head[1::2].count(0), "UTF-16BE": head[0::2].count(0)}
+    for name, count in zeros.items():
+        others = sum(zeros.values()) - count
+        if count >= 4 and count > 0.15 * len(head) and others < 0.1 * count:
             raise ValueError(f"looks like {name}, not UTF-8; {TO_UTF8.format(encoding=name)}")
 
 
 def _text_format(head: bytes) -> Format:
     """Tell JSON Lines from other text; one JSON value over several lines is refused."""
     start = head.lstrip()
-    if not re.match(rb'\{\s*("|\})|\[\s*\{', start):
+    if re.match(rb'\[\s*\{\s*["}]', start):
+        raise ValueError("is one JSON array; write one object a line (`jq -c '.[]'`), and set data.field")
+    if not re.match(rb'\{\s*["}]', start):
         return Format.text
     lines = [line for line in start.split(b"\n") if line.strip()]
-    complete = lines if len(head) < HEAD_BYTES else lines[:-1]
-    if any(map(_is_object, complete[:2])):
-        return Format.json_lines if all(line.lstrip().startswith(b"{") for line in complete[:2]) else Format.text
-    if start.startswith(b"["):
-        raise ValueError("is one JSON array; write one object a line (`jq -c '.[]'`), and set data.field")
+    complete = (lines if len(head) < HEAD_BYTES else lines[:-1])[:2]
+    if any(map(_is_object, complete)):
+        return Format.json_lines if all(line.lstrip().startswith(b"{") for line in complete) else Format.text
     if not complete:  # the first line is longer than the head
         return Format.json_lines
     if re.match(rb'\{\s*"[^"\n]*"\s*:', start):

@@ -70,7 +70,7 @@ def _json_values(stream: IO[bytes], field: str, *, where: str) -> Iterator[tuple
 def _parsed(line: bytes, place: str) -> dict[str, Any]:
     """Return the object of a line."""
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8").rstrip())
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: is not UTF-8 (byte {error.start} of the line); convert the file") from None
     except json.JSONDecodeError as error:

@@ -164,6 +164,17 @@ def test_text_files_are_made_absolute(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (data.calibration, data.evaluation) == (str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))
 
 
+def test_a_link_keeps_its_name_and_is_no_other_file(tmp_path: Path) -> None:
+    """A hub's cache holds blobs without endings, and links that have the files' names."""
+    (tmp_path / "blob").write_text("text")
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).symlink_to(tmp_path / "blob")
+    link = str(tmp_path / "a.jsonl")
+    assert compose("data=text", f"data.calibration={link}", "data.evaluation=/b").data.calibration == link
+    message = refusal("data=text", f"data.calibration={link}", f"data.evaluation={tmp_path / 'b.jsonl'}")
+    assert message.startswith(f"data.evaluation={tmp_path / 'b.jsonl'}: must be another file than data.calibration; ")
+
+
 FORBIDDEN_TARGETS = [
     "torch.load",
     "os.system",
@@ -229,10 +240,16 @@ RULES = [
     (["data=text", "data.calibration=/a"], "data.evaluation=null", "a text file", "set data.evaluation=FILE"),
     (
         ["data=text", "data.calibration=/a", "data.evaluation=/b/../a"],
-        "data.evaluation=/a",
+        "data.evaluation=/b/../a",
         "another file than data.calibration",
         "was not trained on",
     ),
+    (["data.calibration=/a"], "data.calibration=/a", "null for data=builtin", "set data=text"),
+    (["data.evaluation=/a"], "data.evaluation=/a", "null for data=builtin", "set data=text"),
+    (["data=wikitext2", "data.field=text"], "data.field=text", "null for data=wikitext2", "set data=text"),
+    (["data=text", "data.path=/a"], "data.path=/a", "null for data=text", "set data=wikitext2"),
+    (["data=text", *TEXT_FILES, "data.field=''"], "data.field=", "a field's name or null", "null is plain text"),
+    (["data.max_characters=0"], "data.max_characters=0", "at least 1 or null", "null reads all"),
     (["data.sequence_length=1"], "data.sequence_length=1", "at least 2", "lengthen it"),
     (["data.global_batch_size=0"], "data.global_batch_size=0", "at least 1", "enlarge it"),
     (["quant.weights.bits=9"], "quant.weights.bits=9", "one of (2, 3, 4, 5, 6, 7, 8, 16)", "set 16"),

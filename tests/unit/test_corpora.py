@@ -1,7 +1,6 @@
-"""The corpora: disjoint, stable, prose only; and a user's mistakes answered in one line."""
+"""The corpora: disjoint, stable, prose only; and a hub that does not answer is said in one line."""
 
 import hashlib
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rotexp.data import corpora
-from rotexp.data.corpora import Corpus, builtin_corpus, read_text, text_digest, wikitext2_corpus
+from rotexp.data.corpora import Corpus, builtin_corpus, cut_to, text_digest, wikitext2_corpus
 
 
 @pytest.fixture(scope="module")
@@ -122,54 +121,12 @@ def test_text_digest_is_the_start_of_sha256() -> None:
     assert text_digest("naïve") == hashlib.sha256("naïve".encode()).hexdigest()[:16]
 
 
-def test_read_text_returns_the_contents(tmp_path: Path) -> None:
-    file = tmp_path / "prose.txt"
-    file.write_text("Grüße,\n\t世界 🙂\n", encoding="utf-8")
-    assert read_text(file, key="data.calibration") == "Grüße,\n\t世界 🙂\n"
-
-
-def make_missing(file: Path) -> None:
-    pass
-
-
-def make_below_a_file(file: Path) -> None:
-    file.parent.rmdir()
-    file.parent.write_text("a file where a folder should be")
-
-
-def make_latin1(file: Path) -> None:
-    file.write_bytes("café".encode("latin-1"))
-
-
-@pytest.mark.parametrize(
-    ("make", "remedy"),
-    [
-        (make_missing, "no such file; give the path of an existing UTF-8 text file"),
-        (Path.mkdir, "is a directory; give the path of one UTF-8 text file"),
-        (make_below_a_file, "cannot be read (Not a directory); check the path"),
-        (make_latin1, "is not UTF-8 (byte 3); convert it"),
-        (Path.touch, "is empty; give a file that contains text"),
-        (lambda file: file.write_text(" \n\t\n"), "is empty; give a file that contains text"),
-    ],
-)
-def test_read_text_names_key_path_and_remedy_in_one_line(make, remedy: str, tmp_path: Path) -> None:
-    file = tmp_path / "folder" / "prose.txt"
-    file.parent.mkdir()
-    make(file)
-    with pytest.raises(ValueError, match=re.escape(remedy)) as caught:
-        read_text(file, key="data.evaluation")
-    message = str(caught.value)
-    assert message.startswith(f"data.evaluation={file}: ")
-    assert "\n" not in message
-
-
-def test_read_text_names_a_refused_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path, encoding: str) -> str:
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "read_text", refuse)  # the tests may run as root, whom no mode bits stop
-    with pytest.raises(ValueError, match=r"data\.calibration=.*Permission denied.*check the path and its permissions"):
-        read_text(tmp_path / "prose.txt", key="data.calibration")
+def test_a_corpus_is_cut_to_the_beginning_of_each_text_and_the_longer_ones_are_named() -> None:
+    corpus = Corpus("abcdef", "xyz")
+    assert cut_to(corpus, 3) == (Corpus("abc", "xyz"), ["data.calibration"])
+    assert cut_to(corpus, 2) == (Corpus("ab", "xy"), ["data.calibration", "data.evaluation"])
+    assert cut_to(corpus, 6) == (corpus, [])
+    assert cut_to(corpus, None) == (corpus, [])
 
 
 @pytest.fixture
