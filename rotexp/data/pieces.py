@@ -11,22 +11,21 @@ PIECE_CHARACTERS = 1 << 24
 def pieces(text: str, *, longest: int = PIECE_CHARACTERS) -> Iterator[str]:
     """Yield a text in pieces of at most `longest` characters, which joined are the text.
 
-    A piece ends behind the end of a line, or else before a space, since hardly any tokenizer has a token across those.
-    A tokenizer that puts a space before the text's first word puts one before that of each piece too.
+    A piece ends between a word and the space before the next, or if there is no such place behind a line. Byte-level
+    tokenizers split between word and space in any case, so that the pieces' tokens are those of the whole text. A
+    tokenizer that puts a space before a text's first word puts one before that of each piece.
     """
     start = 0
     while len(text) - start > longest:
-        end = _last_border(text, start + longest // 2, start + longest)
+        end = _last_border(text, start + 1, start + longest)
         yield text[start:end]
         start = end
     yield text[start:]
 
 
 def _last_border(text: str, low: int, high: int) -> int:
-    """Return the last place in (low, high] to end a piece at: a line's end, else a space, else `high`."""
-    border = text.rfind("\n", low, high) + 1
-    while border and text[border].isspace():  # blank lines stay together
-        border = text.rfind("\n", low, border - 1) + 1
-    if not border:
-        border = text.rfind(" ", low + 1, high)
-    return border if border > low else high
+    """Return the last place from `low` to `high` to end a piece at; `high` where there is none."""
+    space = text.rfind(" ", low, high)
+    while space > 0 and not (text[space - 1].isalnum() and text[space + 1].isalnum()):
+        space = text.rfind(" ", low, space)
+    return space if space > 0 else text.rfind("\n", low, high) + 1 or high
