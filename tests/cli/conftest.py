@@ -24,11 +24,14 @@ SHAPE = {
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two short texts of English prose, as overrides."""
+    """Two short texts of English prose, as overrides; topic 21 repeats passages of the topics before it."""
     folder = tmp_path_factory.mktemp("texts")
     topics = list(pydoc_data.topics.topics.values())
     overrides = []
-    for name, text in (("calibration", "\n".join(topics[:20])), ("evaluation", "\n".join(topics[20:25]))):
+    for name, text in (
+        ("calibration", "\n".join(topics[:20])),
+        ("evaluation", "\n".join([topics[20], *topics[22:30]])),
+    ):
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")
         overrides.append(f"data.{name}={folder / name}.txt")
     return ["data=text", *overrides]

@@ -1,6 +1,8 @@
 """Texts, checkpoints and folders that cannot work: one line that names the key, exit code 2, nothing started."""
 
+import gzip
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -70,7 +72,9 @@ def test_a_text_that_cannot_be_read_is_named_by_its_key(key: str, refusal: Refus
     empty.write_text(" \n", encoding="utf-8")
     nowhere = tmp_path / "nowhere.txt"
     assert refusal(f"{key}={nowhere}") == f"{key}={nowhere}: no such file; give the path of an existing UTF-8 text file"
-    assert refusal(f"{key}={tmp_path}").startswith(f"{key}={tmp_path}: is a directory; ")
+    (tmp_path / "folder").mkdir()
+    folder = tmp_path / "folder"
+    assert refusal(f"{key}={folder}") == f"{key}={folder}: is a folder without files; name one that holds texts"
     assert refusal(f"{key}={latin}").startswith(f"{key}={latin}: is not UTF-8 (byte 2); convert it")
     assert refusal(f"{key}={empty}") == f"{key}={empty}: is empty; give a file that contains text"
 
@@ -81,8 +85,45 @@ def test_a_text_without_permission_is_named_by_its_key(refusal: Refusal, monkeyp
     if not unreadable.exists():
         pytest.skip("needs /proc")
     line = refusal(f"data.calibration={unreadable}")
-    assert line.startswith(f"data.calibration={unreadable.resolve()}: cannot be read (")
+    assert line.startswith(f"data.calibration={unreadable}: cannot be read (")
     assert "check the path and its permissions" in line
+
+
+def test_one_text_under_two_names_is_refused_however_it_is_written(
+    refusal: Refusal, small: list[str], tmp_path: Path
+) -> None:
+    (calibration,) = (line.partition("=")[2] for line in small if line.startswith("data.calibration="))
+    text = Path(calibration).read_text(encoding="utf-8")
+    rows = "".join(json.dumps({"text": paragraph}) + "\n" for paragraph in text.split("\n\n"))
+    written = {
+        "copy.txt": text.encode(),
+        "lines.txt": b"\xef\xbb\xbf" + text.replace("\n", " \r\n").encode(),
+        "packed": gzip.compress(text.encode()),
+        "rows.jsonl": rows.encode(),
+    }
+    for name, content in written.items():
+        (tmp_path / name).write_bytes(content)
+        line = refusal(f"data.evaluation={tmp_path / name}", *["data.field=text"] * (name == "rows.jsonl"))
+        assert line.startswith(
+            f"data.evaluation={tmp_path / name}: holds the same text as data.calibration={calibration}, "
+        )
+    (tmp_path / "link").symlink_to(calibration)
+    assert "another file than data.calibration" in refusal(f"data.evaluation={tmp_path / 'link'}")
+
+
+def test_a_field_of_texts_that_have_none_is_refused(refusal: Refusal) -> None:
+    assert refusal("data.field=text") == "data.field=text: must be null where both texts are plain; leave it out"
+
+
+@pytest.mark.parametrize("key", ["data.calibration", "data.evaluation"])
+def test_a_process_substitution_is_refused_before_it_is_read(key: str, refusal: Refusal) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"A text that can be read once.")
+    os.close(writing)
+    line = refusal(f"{key}=/dev/fd/{reading}")
+    assert line.startswith(f"{key}=/dev/fd/{reading}: is a pipe or file of this command alone, which a resumed or ")
+    assert os.read(reading, 99) == b"A text that can be read once."
+    os.close(reading)
 
 
 def test_a_text_shorter_than_one_block_is_refused_with_its_length(refusal: Refusal, tmp_path: Path) -> None:
