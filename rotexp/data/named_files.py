@@ -20,8 +20,9 @@ ADDRESS = re.compile(r"(^|/)(https?|ftp|s3|gs|hf):/")
 def find_files(named: Path, *, key: str) -> list[Path]:
     """Return the files that a path names: itself, a folder's, or those of a pattern with `*`, `?`, `[…]` and `**`.
 
-    Hidden files and folders are left out, and the files of a folder, taken with its subfolders, must be of one kind by
-    their names' endings, since beside a text its license or description often lies. Files are ordered by their names.
+    Hidden files and folders are left out, and the files of a folder, taken with its subfolders but not with links to
+    other folders, must be of one kind by their names' endings, since beside a text its license or description often
+    lies. Files are ordered by their names.
 
     Args:
         named: an absolute path or pattern; a file that has that very name goes before the pattern.
