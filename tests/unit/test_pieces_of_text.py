@@ -2,8 +2,10 @@
 
 import pydoc_data.topics
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
 
 from rotexp.data.blocks import cut
@@ -30,6 +32,27 @@ def test_a_piece_ends_before_the_space_between_two_words_else_behind_a_line() ->
 def test_what_was_one_sequence_stays_one() -> None:
     text = "word " * (PIECE_CHARACTERS // 5)
     assert list(pieces(text)) == [text]
+
+
+GPT_2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+LLAMA_3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+    r"[^\r\n\p{L}\p{N}]?\p{L}+",
+    r"\p{N}{1,3}",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r"\s*[\r\n]+",
+    r"\s+(?!\S)",
+    r"\s+",
+)
+LLAMA_3 = pre_tokenizers.Split(Regex("|".join(LLAMA_3_WORDS)), behavior="isolated")
+
+
+@pytest.mark.parametrize("splitter", [GPT_2, LLAMA_3], ids=["GPT-2", "Llama 3"])
+def test_byte_level_tokenizers_split_where_a_piece_ends(splitter: Any) -> None:
+    text = "\n".join(pydoc_data.topics.topics.values())[:100_000]
+    whole = [part for part, _place in splitter.pre_tokenize_str(text)]
+    cut_first = [part for piece in pieces(text, longest=1000) for part, _place in splitter.pre_tokenize_str(piece)]
+    assert cut_first == whole
 
 
 @pytest.mark.parametrize("longest", [1000, 7001])
