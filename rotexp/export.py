@@ -82,6 +82,8 @@ def _export(run: FinishedRun, options: ExportOptions, target: Path) -> int:
 
     rebuilt = rebuild(run)
     _check_requirements(rebuilt, options)
+    if options.format is ExportFormat.checkpoint:
+        _check_companions(rebuilt)
     error = merge_rebuilt(rebuilt)
     sys.stdout.write(f"invariance: relative logit error {error:.1e}\n")
     write = _write_checkpoint if options.format is ExportFormat.checkpoint else _write_r_bin
@@ -118,6 +120,19 @@ def _check_requirements(rebuilt: Rebuilt, options: ExportOptions) -> None:
         )
 
 
+def _check_companions(rebuilt: Rebuilt) -> None:
+    """Refuse a tokenizer or generation config that is lost or damaged since the run, before the model is read.
+
+    Raises:
+        ValueError: one cannot be read; its file is named.
+    """
+    from rotexp.models.save import companions
+    from rotexp.models.tokenizer import load_tokenizer
+
+    load_tokenizer(rebuilt.checkpoint)
+    companions(rebuilt.checkpoint)
+
+
 def _manifest(run: FinishedRun, rebuilt: Rebuilt, options: ExportOptions) -> dict[str, Any]:
     """Say what was exported, from what, and what it takes to run it."""
     plain, checkpoint = to_plain(run.config), rebuilt.checkpoint
@@ -141,10 +156,11 @@ def _write_checkpoint(run: FinishedRun, rebuilt: Rebuilt, options: ExportOptions
     """Write the merged model; returns what to tell people."""
     import torch
 
-    from rotexp.models.load import load_tokenizer
-    from rotexp.models.save import generation_file, save_checkpoint
+    from rotexp.models.save import companions, save_checkpoint
+    from rotexp.models.tokenizer import code_of_its_own, load_tokenizer
 
     checkpoint = rebuilt.checkpoint
+    copied = companions(checkpoint)
     wanted = run.config.model.dtype.name if options.dtype is ExportDtype.auto else options.dtype.name
     dtype = str(checkpoint.dtype).split(".")[-1] if wanted == "auto" else wanted
     save_checkpoint(
@@ -152,14 +168,16 @@ def _write_checkpoint(run: FinishedRun, rebuilt: Rebuilt, options: ExportOptions
         rebuilt.model.network.state_dict(),
         checkpoint.config,
         dtype=getattr(torch, dtype),
-        tokenizer=load_tokenizer(checkpoint),
-        generation_config=generation_file(checkpoint),
+        tokenizer=None if copied else load_tokenizer(checkpoint),
+        copied=copied,
         manifest=_manifest(run, rebuilt, options) | {"dtype": dtype},
         clip_ratios=rebuilt.model.scales.ratios() if rebuilt.model.scales else None,
         source_shapes=checkpoint.weights.shapes(),
         max_shard_size=options.max_shard_size,
     )
-    return f'wrote {target} ({dtype}); load it by AutoModelForCausalLM.from_pretrained("{target}")'
+    code = code_of_its_own(Path(checkpoint.tokenizer))
+    note = code and f"\nnote: tokenizer_config.json names code ({code}), which was not copied; load it without"
+    return f'wrote {target} ({dtype}); load it by AutoModelForCausalLM.from_pretrained("{target}"){note}'
 
 
 def _write_r_bin(run: FinishedRun, rebuilt: Rebuilt, options: ExportOptions, target: Path) -> str:

@@ -13,7 +13,8 @@ from rotexp.data.overlap import PASSAGE, repeated_share, spelling_digest
 from rotexp.data.text_files import find_text
 from rotexp.models.arch import find_spec
 from rotexp.models.checkpoint import Checkpoint
-from rotexp.models.load import build_model, load_tokenizer, open_checkpoint
+from rotexp.models.load import build_model, open_checkpoint
+from rotexp.models.tokenizer import load_tokenizer
 from rotexp.resumption import Resumption
 from rotexp.rotation.model import start_from_file
 from rotexp.rotation.placement import place

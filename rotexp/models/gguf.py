@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import struct
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rotexp.library_errors import refused
 from rotexp.models.checkpoint import Shape
 
 EXACT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """ggml types of tensors that were not quantized."""
-
-READ_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError, struct.error)
-"""What the GGUF reader and transformers raise for a file they cannot make sense of."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,7 @@ class GGUFWeights:
         """
         whole = self._dequantize(name)
         if tuple(whole.shape) != self.stored[name]:
-            reason = f"{name} comes out as {list(whole.shape)}, not {list(self.stored[name])}"
-            raise _unreadable(self.file, ValueError(reason))
+            raise _unreadable(self.file, f"{name} comes out as {list(whole.shape)}, not {list(self.stored[name])}")
         return torch.from_numpy(np.asarray(whole[rows]).copy())
 
     def _dequantize(self, name: str) -> Any:
@@ -111,10 +108,8 @@ def read_gguf_config(file: Path) -> Any:
     """
     from transformers import AutoConfig
 
-    try:
+    with _reading(file):
         return AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-    except READ_ERRORS as error:
-        raise _unreadable(file, error) from None
 
 
 def open_gguf(
@@ -159,11 +154,9 @@ def _check_types(file: Path, tensors: Iterable[Any]) -> None:
     """Dequantize a row of each type, so that none fails later."""
     from gguf import dequantize
 
-    try:
+    with _reading(file):
         for tensor in {tensor.tensor_type: tensor for tensor in tensors}.values():
             dequantize(tensor.data[:1], tensor.tensor_type)
-    except READ_ERRORS as error:
-        raise _unreadable(file, error) from None
 
 
 def _shape(tensors: list[Any], expected: Shape) -> Shape:
@@ -180,22 +173,18 @@ def _grid(tensors: list[Any]) -> str:
 def _open(file: Path) -> Any:
     from gguf import GGUFReader
 
-    try:
+    with _reading(file):
         return GGUFReader(file)
-    except READ_ERRORS as error:
-        raise _unreadable(file, error) from None
 
 
 def _read_names(file: Path, reader: Any) -> tuple[str, Callable[[str], tuple[str, ...]]]:
     """Return a file's architecture, and a function from a parameter to its tensors' names."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    try:
+    with _reading(file):
         architecture = reader.fields["general.architecture"].contents()
         num_layers = reader.fields[f"{architecture}.block_count"].contents()
         key = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    except (*READ_ERRORS, StopIteration) as error:
-        raise _unreadable(file, error) from None
     renamed = get_tensor_name_map(key, num_layers)
 
     def tensor_names(parameter: str) -> tuple[str, ...]:
@@ -209,6 +198,10 @@ def _read_names(file: Path, reader: Any) -> tuple[str, Callable[[str], tuple[str
     return architecture, tensor_names
 
 
-def _unreadable(file: Path, error: Exception) -> ValueError:
-    reason = " ".join(str(error).split()) or type(error).__name__
+def _reading(file: Path) -> AbstractContextManager[None]:
+    """Refuse a file of which the GGUF reader or transformers cannot make sense."""
+    return refused(lambda reason: str(_unreadable(file, reason)))
+
+
+def _unreadable(file: Path, reason: str) -> ValueError:
     return ValueError(f"model.path={file}: transformers cannot read this GGUF file ({reason}); give it as safetensors")

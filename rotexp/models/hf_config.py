@@ -6,8 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rotexp.library_errors import refused
+
 QUANTIZED_KEYS = ("quantization_config", "compression_config")
 """Keys of a `config.json` whose weights are stored quantized."""
+
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+"""What every config of a language model has at least one of."""
+
+REMEDY = "fetch the model again"
 
 
 def read_config(folder: Path) -> Any:
@@ -16,7 +23,6 @@ def read_config(folder: Path) -> Any:
     Raises:
         ValueError: there is none, transformers does not know its model type, or its weights are quantized.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
     file = folder / "config.json"
@@ -29,11 +35,9 @@ def read_config(folder: Path) -> Any:
             f"model_type={described['model_type']}: transformers {__version__} does not know it, and code that comes "
             f"with a model is never run; choose another model, or another transformers"
         )
-    try:
+    unusable = f"model.path={file}: transformers {__version__} cannot use it"
+    with refused(lambda reason: f"{unusable} ({reason}); correct it, or {REMEDY}"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"model.path={file}: transformers cannot use it ({reason}); fetch the model again") from None
 
 
 def language_config(config: Any) -> Any:
@@ -44,23 +48,58 @@ def language_config(config: Any) -> Any:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    text = config.get_text_config(decoder=True)
+    kind = config.model_type
+    with refused(
+        lambda reason: f"model_type={kind}: its language model cannot be told ({reason}); choose a text model"
+    ):
+        text = config.get_text_config(decoder=True)
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        inside = "" if text.model_type == config.model_type else f" (the language model of {config.model_type})"
+        found = getattr(text, "model_type", repr(text))
+        inside = "" if found == kind else f" (the language model of {kind})"
         raise ValueError(
-            f"model_type={text.model_type}{inside}: transformers has no causal language model of this type; "
+            f"model_type={found}{inside}: transformers has no causal language model of this type; "
             f"choose a decoder-only model"
         )
+    _require_sizes(text)
     return text
+
+
+def _require_sizes(config: Any) -> None:
+    """Refuse a model of no size, which transformers builds without a word."""
+    for name in SIZES:
+        size = config.to_dict().get(name)
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f"model_type={config.model_type}: {name}={size} must be at least 1; correct its config")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON file that must hold an object, as every file that describes a model or its tokenizer does.
+
+    Raises:
+        ValueError: it cannot be read, or holds something else; the message is the reason alone.
+    """
+    try:
+        held = json.loads(file.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8, from byte {error.start} on") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error}" if error.doc.strip() else "is empty") from None
+    except RecursionError:
+        raise ValueError("is not JSON: nested too deep") from None
+    if not isinstance(held, dict):
+        raise ValueError(f"holds {json.dumps(held)[:20]} instead of a JSON object")
+    return held
 
 
 def _described(file: Path) -> dict[str, Any]:
     try:
-        described: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        described["model_type"] = str(described["model_type"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"model.path={file}: names no model_type ({reason}); fetch the model again") from None
+        described = read_object(file)
+    except ValueError as error:
+        raise ValueError(f"model.path={file}: {error}; {REMEDY}") from None
+    if not isinstance(described.get("model_type"), str):
+        raise ValueError(f"model.path={file}: names no model_type; {REMEDY}")
     return described
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-DESCRIPTION = ("*.json", "tokenizer*", "*.model", "*.txt")
+from rotexp.models.tokenizer import TEMPLATE_PATTERN, TOKENIZER_PATTERNS
+
+DESCRIPTION = ("*.json", *TOKENIZER_PATTERNS)
 SAFETENSORS = ("*.safetensors",)
 PICKLED = ("pytorch_model*.bin",)
-UNWANTED = ("*/*", "consolidated*")
-"""Copies in other formats that some repositories hold beside their Hugging Face files."""
+UNWANTED = ("*/*", "consolidated*", "*.py")
+"""Copies in other formats that some repositories hold beside their Hugging Face files, and code."""
 
 
 def fetch_description(repository: str, *, revision: str | None) -> Path:
@@ -17,7 +19,8 @@ def fetch_description(repository: str, *, revision: str | None) -> Path:
     Raises:
         ValueError: the hub did not give it.
     """
-    return _fetch(repository, revision, DESCRIPTION)
+    folder = _fetch(repository, revision, DESCRIPTION)
+    return _fetch(repository, folder.name, (TEMPLATE_PATTERN,), unwanted=())
 
 
 def fetch_weights(repository: str, *, revision: str) -> Path:
@@ -30,13 +33,15 @@ def fetch_weights(repository: str, *, revision: str) -> Path:
     return folder if any(folder.glob(SAFETENSORS[0])) else _fetch(repository, revision, PICKLED)
 
 
-def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def _fetch(
+    repository: str, revision: str | None, patterns: tuple[str, ...], *, unwanted: tuple[str, ...] = UNWANTED
+) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         folder = snapshot_download(
-            repository, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(UNWANTED)
+            repository, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(unwanted)
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

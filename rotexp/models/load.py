@@ -109,24 +109,6 @@ def summarize_model(model: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any
     }
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """Return the checkpoint's Hugging Face tokenizer.
-
-    Raises:
-        ValueError: the checkpoint has none that can be read.
-    """
-    from transformers import AutoTokenizer
-
-    place = Path(checkpoint.tokenizer)
-    try:
-        if place.suffix == ".gguf":
-            return AutoTokenizer.from_pretrained(place.parent, gguf_file=place.name, trust_remote_code=False)
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"model.path={place}: no tokenizer could be read there ({reason}); add its files") from None
-
-
 def build_model(checkpoint: Checkpoint, *, dtype: torch.dtype) -> nn.Module:
     """Build the causal model on the meta device, buffers real, the head tied if the checkpoint has no other for it.
 

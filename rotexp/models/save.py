@@ -18,11 +18,14 @@ from torch import Tensor, nn
 
 from rotexp.folders import complete_folder
 from rotexp.models.checkpoint import Checkpoint, SafetensorsWeights, safetensors_files
-from rotexp.models.hf_config import QUANTIZED_KEYS
+from rotexp.models.hf_config import QUANTIZED_KEYS, read_object
+from rotexp.models.tokenizer import tokenizer_files
 
 MANIFEST_FILE = "rotexp_manifest.json"
 CLIP_RATIOS_FILE = "clip_ratios.safetensors"
 GENERATION_FILE = "generation_config.json"
+CODE_KEY = "auto_map"
+"""Names code that lies beside the source; it is not part of what is saved."""
 
 
 def save_checkpoint(
@@ -32,7 +35,7 @@ def save_checkpoint(
     *,
     dtype: torch.dtype,
     tokenizer: Any = None,
-    generation_config: Path | None = None,
+    copied: Mapping[str, Path] | None = None,
     manifest: Mapping[str, Any] | None = None,
     clip_ratios: Mapping[str, Tensor] | None = None,
     source_shapes: Mapping[str, tuple[int, ...]] | None = None,
@@ -45,8 +48,9 @@ def save_checkpoint(
         tensors: every parameter and buffer of the plain model by its name there; an untied head is among them.
         config: the source's `PretrainedConfig`; it is not changed.
         dtype: in which weights are stored, but for those that the model itself keeps in float32.
-        tokenizer: a Hugging Face tokenizer.
-        generation_config: a file that is copied as it is (None: transformers makes one from the config).
+        tokenizer: a Hugging Face tokenizer to write, where there are no files of it to copy.
+        copied: files that are copied byte for byte, by their names in the folder. Without `generation_config.json`
+            among them, transformers makes one from the config.
         manifest: becomes `rotexp_manifest.json`.
         clip_ratios: learned for the quantizer of each weight, (..., outputs, groups); become `clip_ratios.safetensors`.
         source_shapes: shapes in the source's files; those of the same names must come out equal.
@@ -67,8 +71,9 @@ def save_checkpoint(
         _check_shapes(aside, source_shapes or {})
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-        if generation_config is not None:
-            shutil.copyfile(generation_config, aside / GENERATION_FILE)
+        for name, file in (copied or {}).items():
+            (aside / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, aside / name)
         if manifest is not None:
             (aside / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         if clip_ratios:
@@ -80,7 +85,7 @@ def plain_model(config: Any, *, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     clean = copy.deepcopy(config)
-    for name in QUANTIZED_KEYS:
+    for name in (*QUANTIZED_KEYS, CODE_KEY):
         if hasattr(clean, name):
             delattr(clean, name)
     clean._attn_implementation = None
@@ -187,7 +192,23 @@ def _without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def generation_file(checkpoint: Checkpoint) -> Path | None:
-    """Return the source's generation config, if it lies in a folder and has one."""
-    file = Path(checkpoint.tokenizer) / GENERATION_FILE
-    return file if file.is_file() else None
+def companions(checkpoint: Checkpoint) -> dict[str, Path]:
+    """Return what a saved model takes over from its source's folder byte for byte, by the names it has there.
+
+    These are the files of the tokenizer and the generation config; there are none where the source is a GGUF file.
+
+    Raises:
+        ValueError: the generation config is none, so that transformers would not load what is saved.
+    """
+    folder = Path(checkpoint.tokenizer)
+    if not folder.is_dir():
+        return {}
+    files = tokenizer_files(folder)
+    generation = folder / GENERATION_FILE
+    if generation.exists():
+        try:
+            read_object(generation)
+        except ValueError as error:
+            raise ValueError(f"model.path={generation}: {error}; correct it, or remove it") from None
+        files.append(generation)
+    return {str(file.relative_to(folder)): file for file in files}

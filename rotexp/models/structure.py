@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 
+from rotexp.library_errors import refused
 from rotexp.models.arch import find_spec, untie
 from rotexp.models.checkpoint import Checkpoint, Shape, Source, Weights, check_names
 from rotexp.models.gguf import GGUFWeights
@@ -62,12 +63,13 @@ def read_structure(whole: Any, *, identity: str) -> Structure:
         ValueError: it cannot be built, or its architecture is not supported.
     """
     config = language_config(whole)
-    try:
+    where = f"model.path={identity} (model_type={config.model_type})"
+    with refused(lambda reason: f"{where}: transformers cannot build it from its config ({reason}); choose another"):
         model = build_network(config, dtype=torch.float32)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, ZeroDivisionError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"model.path={identity}: transformers cannot build it from its config ({reason})") from None
-    find_spec(model)
+    with refused(
+        lambda reason: f"{where}: is not built as any supported ({reason}); choose another", passing=(ValueError,)
+    ):
+        find_spec(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     embedding, head = (names[module.weight] for module in (model.get_input_embeddings(), model.get_output_embeddings()))

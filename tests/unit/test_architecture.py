@@ -44,6 +44,7 @@ ORDER = (
     "sharding",
     "checkpoint_folder",
     "folders",
+    "library_errors",
     "signals",
     "arguments",
     "compose",

@@ -27,8 +27,9 @@ from rotexp.config import (
 )
 from rotexp.models.arch import LLAMA
 from rotexp.models.checkpoint import Checkpoint, RandomWeights, SafetensorsWeights
-from rotexp.models.load import RANDOM_SIZES, build_model, load_tokenizer, open_checkpoint
+from rotexp.models.load import RANDOM_SIZES, build_model, open_checkpoint
 from rotexp.models.materialize import materialize
+from rotexp.models.tokenizer import load_tokenizer
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.placement import place
 from rotexp.validation import validate
@@ -205,11 +206,50 @@ def test_a_missing_config_is_refused(saved: Saved) -> None:
         opened(folder)
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b"\xff\xfe"])
-def test_a_config_that_cannot_be_read_is_refused(saved: Saved, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"{", "is not JSON: Expecting property name"),
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"[]", r"holds \[\] instead of a JSON object"),
+        (b"null", "holds null instead of a JSON object"),
+        (b'"llama"', 'holds "llama" instead of a JSON object'),
+        (b"\0" * 64, "is not JSON: Expecting value: line 1 column 1"),
+        ('{"model_type": "llama"}'.encode("utf-16"), "is not UTF-8, from byte 0 on"),
+        (b'\xef\xbb\xbf{"model_type": "llama"}', "is not JSON: Unexpected UTF-8 BOM"),
+        (b"[" * 100_000, "is not JSON: nested too deep"),
+        (b"{}", "names no model_type"),
+        (b'{"model_type": null}', "names no model_type"),
+        (b'{"model_type": ["llama"]}', "names no model_type"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused(saved: Saved, content: bytes, fault: str) -> None:
     folder = saved()
     (folder / "config.json").write_bytes(content)
-    with pytest.raises(ValueError, match=f"model.path={folder}/config.json: names no model_type"):
+    with pytest.raises(ValueError, match=rf"^model\.path={folder}/config\.json: {fault}.*; fetch the model again$"):
+        opened(folder)
+
+
+def test_a_config_that_may_not_be_read_is_refused_by_its_name(saved: Saved) -> None:
+    """The tests may run as root, whom no permission stops: a file of /proc that even root may not read stands in."""
+    unreadable = Path("/proc/self/mem")
+    if not unreadable.exists():
+        pytest.skip("needs /proc")
+    folder = saved()
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(unreadable)
+    with pytest.raises(
+        ValueError, match=rf"^model\.path={folder}/config\.json: cannot be read: Input/output error; fet"
+    ):
+        opened(folder)
+
+
+def test_a_folder_called_config_is_none(saved: Saved) -> None:
+    folder = saved()
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    with pytest.raises(ValueError, match=f"model.path={folder}: holds no config.json"):
         opened(folder)
 
 

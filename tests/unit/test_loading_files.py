@@ -440,11 +440,12 @@ class Hub:
         for name in huggingface_hub.utils.filter_repo_objects(
             names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
         ):
+            (self.snapshot / name).parent.mkdir(exist_ok=True)
             shutil.copy(self.remote / name, self.snapshot / name)
         return str(self.snapshot)
 
     def fetched(self) -> set[str]:
-        return {file.name for file in self.snapshot.iterdir()}
+        return {str(file.relative_to(self.snapshot)) for file in self.snapshot.rglob("*") if file.is_file()}
 
 
 @pytest.fixture
@@ -465,7 +466,7 @@ def test_the_commit_of_a_hub_model_is_resolved_recorded_and_asked_for_again(
     repository = hub(folder)
     asked_for = asked("some/model", revision=revision)
     checkpoint = open_checkpoint(asked_for, seed=0)
-    assert repository.revisions == [revision, COMMIT]
+    assert repository.revisions == [revision, COMMIT, COMMIT]
     assert (checkpoint.identity, checkpoint.revision) == ("some/model", COMMIT)
     resolved = resolve_model(asked_for, checkpoint)
     assert (resolved.path, resolved.revision) == ("some/model", COMMIT)
@@ -478,7 +479,7 @@ def test_the_commit_of_a_hub_model_is_resolved_recorded_and_asked_for_again(
         "coarse_parameters": {},
     }
     open_checkpoint(resolved, seed=0)
-    assert set(repository.revisions[2:]) == {COMMIT}
+    assert set(repository.revisions[3:]) == {COMMIT}
     assert_equals_transformers(checkpoint, reference_of(folder))
 
 

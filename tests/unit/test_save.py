@@ -162,7 +162,8 @@ def test_what_belongs_to_a_model_is_saved_with_it(llama: Factory, tmp_path: Path
     tokenizer = AutoTokenizer.from_pretrained(tiny.FOLDER)
     generation = tmp_path / "theirs.json"
     generation.write_text('{"temperature": 0.6, "do_sample": false}\n', encoding="utf-8")
-    save(tmp_path / "saved", llama(), tokenizer=tokenizer, generation_config=generation, manifest={"seed": 3})
+    copied = {"generation_config.json": generation}
+    save(tmp_path / "saved", llama(), tokenizer=tokenizer, copied=copied, manifest={"seed": 3})
     loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert loaded("A rotation, once.").input_ids == tokenizer("A rotation, once.").input_ids
     assert (tmp_path / "saved" / "generation_config.json").read_text() == generation.read_text()

@@ -1,0 +1,140 @@
+"""Every config that transformers can make, and many it cannot, leads to a table or to one line that refuses it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
+
+from rotexp.config import ModelConfig, ModelSource, QuantConfig, RotationConfig
+from rotexp.models.load import open_structure
+from rotexp.rotation.survey import Survey, survey
+
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+HUGE = ("llama4", "llama4_text")
+"""Defaults that take minutes: torch makes and drops the memory of every expert."""
+
+
+def inspected(folder: Path) -> Survey:
+    """Do what `python -m rotexp.inspect` does."""
+    checkpoint = open_structure(ModelConfig("hf", ModelSource.hf, str(folder)))
+    return survey(checkpoint, RotationConfig(), QuantConfig(), seed=0)
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ValueError, match=r"^model") as caught:
+        inspected(folder)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 800
+    return str(caught.value)
+
+
+def write(folder: Path, **values: object) -> None:
+    (folder / "config.json").write_text(json.dumps(LlamaConfig(**SHAPE).to_dict() | values), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rope_parameters": 3},
+        {"layer_types": ["full_attention"]},
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": "two"},
+        {"vocab_size": None},
+        {"dtype": "float99"},
+        {"hidden_act": ["silu"]},
+        {"max_position_embeddings": "many"},
+        {"tie_word_embeddings": "no"},
+        {"quantization_config": []},
+        {"per_layer_config": []},
+        {"to_dict": 3},
+        {"get_text_config": 3},
+        {"model_type": "llava", "text_config": {"model_type": "of_tomorrow"}},
+    ],
+    ids=str,
+)
+def test_values_that_no_config_has_are_refused_by_the_file(changed: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, **changed)
+    message = refusal(tmp_path)
+    assert message.startswith(f"model.path={tmp_path}/config.json: transformers ")
+    assert message.endswith("; correct it, or fetch the model again")
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"rope_parameters": {"rope_type": "of tomorrow"}}, "KeyError: 'of tomorrow'"),
+        ({"hidden_size": -48}, "hidden_size=-48 must be at least 1; correct its config"),
+        ({"hidden_size": 0}, "hidden_size=0 must be at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be at least 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1 must be at least 1"),
+        ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
+        ({"pad_token_id": 99}, "AssertionError: Padding_idx must be within num_embeddings"),
+        ({"num_key_value_heads": 0}, "ZeroDivisionError"),
+        ({"head_dim": -3}, "negative dimension"),
+        ({"attn_implementation": "of_tomorrow"}, "is not supported"),
+        ({"text_config": []}, "model_type=[] (the language model of llama): transformers has no causal language model"),
+        ({"model_type": "llava", "text_config": {"model_type": "bert"}}, "model_type=bert: this architecture is not"),
+        ({"model_type": "reformer"}, "AssertionError: If you want to use `ReformerModelWithLMHead`"),
+    ],
+    ids=str,
+)
+def test_a_config_of_which_no_model_can_be_built_is_one_line(
+    changed: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    write(tmp_path, **changed)
+    assert named in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [AssertionError(), IndexError("x\ny"), NotImplementedError("no"), StopIteration(), RecursionError("deep")],
+)
+def test_whatever_transformers_raises_is_one_line(
+    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise failure
+
+    write(tmp_path)
+    for owner, name in ((AutoConfig, "from_pretrained"), (LlamaConfig, "get_text_config")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, fail)
+            assert type(failure).__name__ in refusal(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("initial", sorted({name[0] for name in CONFIG_MAPPING}))
+def test_every_config_of_transformers_leads_to_a_table_or_one_line(initial: str, tmp_path: Path) -> None:
+    outcomes = {}
+    for model_type in (name for name in CONFIG_MAPPING if name[0] == initial and name not in HUGE):
+        folder = tmp_path / model_type
+        folder.mkdir()
+        try:
+            CONFIG_MAPPING[model_type]().save_pretrained(folder)
+        except Exception:  # what has no defaults that can be stored is tried by its name alone
+            (folder / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+        outcomes[model_type] = outcome(folder)
+    assert [name for name, line in outcomes.items() if "\n" in line or not line.startswith(("table", "model"))] == []
+
+
+def outcome(folder: Path) -> str:
+    """Return `table`, the line that refuses it, or what escaped."""
+    try:
+        inspected(folder)
+    except ValueError as error:
+        return str(error)
+    except Exception as error:
+        return f"escaped: {error!r}"
+    return "table"
