@@ -156,8 +156,7 @@ def _evaluate(config: Config, run: FinishedRun | None, out: Path | None) -> int:
     inputs = open_inputs(config)
     if run is not None:
         _check_calibration(run, config, inputs)
-    for warning in inputs.warnings:
-        sys.stdout.write(f"warning: {warning}\n")
+    sys.stdout.writelines(f"warning: {warning}\n" for warning in inputs.warnings)
     config = replace(config, model=resolve_model(config.model, inputs.checkpoint))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     measurements = Measurements(

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from rotexp.config import Config, DataConfig, DataSource
-from rotexp.data.blocks import BlockSampler, TokenBlocks, cut
+from rotexp.data.blocks import BlockSampler, TokenBlocks, cut, unknown_share
 from rotexp.data.corpora import Corpus, builtin_corpus, cut_to, text_digest, wikitext2_corpus
 from rotexp.data.overlap import PASSAGE, repeated_share, spelling_digest
 from rotexp.data.text_files import find_text
 from rotexp.models.arch import find_spec
-from rotexp.models.checkpoint import Checkpoint
+from rotexp.models.checkpoint import Checkpoint, RandomWeights
 from rotexp.models.load import build_model, open_checkpoint
 from rotexp.models.tokenizer import load_tokenizer
 from rotexp.resumption import Resumption
 from rotexp.rotation.model import start_from_file
 from rotexp.rotation.placement import place
 from rotexp.rotation.trainable import train_also
+
+DOUBTED_SHARE = 0.1
+"""Of unknown tokens; natural text of a model's own language has far fewer."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class Inputs:
         evaluation: token ids (windows, evaluation.window).
         protocol: how held-out figures are made: digests, window, stride, tokens scored.
         resumption: the checkpoint the run begins at.
-        warnings: what people may not expect of the texts.
+        warnings: what people may not expect of the texts and the tokenizer.
     """
 
     checkpoint: Checkpoint
@@ -93,21 +100,30 @@ def open_inputs(config: Config) -> Inputs:
     checkpoint = open_checkpoint(config.model, seed=config.seed)
     _check_lengths(config, checkpoint)
     tokenizer = load_tokenizer(checkpoint)
+    model: Any = build_model(checkpoint, dtype=torch.float32)
+    rows = len(model.get_input_embeddings().weight)
     calibration = cut(
-        corpus.calibration, tokenizer, length=config.data.sequence_length, key=f"data.calibration ({config.data.name})"
+        corpus.calibration,
+        tokenizer,
+        length=config.data.sequence_length,
+        rows=rows,
+        key=f"data.calibration ({config.data.name})",
     )
     evaluation = cut(
         corpus.evaluation,
         tokenizer,
         length=config.evaluation.window,
+        rows=rows,
         key=f"data.evaluation ({config.data.name})",
         max_blocks=config.evaluation.max_windows,
     )
-    _check_placement(config, checkpoint)
+    _check_placement(config, checkpoint, model)
     BlockSampler(len(calibration), global_batch_size=config.data.global_batch_size, steps=0, seed=0)
     share = repeated_share(corpus.evaluation, corpus.calibration)
     protocol = _protocol(config, corpus, evaluation) | {"share_in_calibration": share}
-    return Inputs(checkpoint, calibration, evaluation, protocol, warnings=(*warnings, *_repetition(share)))
+    blocks = {"calibration": calibration, "evaluation": evaluation}
+    warnings += [*_repetition(share), *_doubts(blocks, tokenizer, checkpoint, rows=rows)]
+    return Inputs(checkpoint, calibration, evaluation, protocol, warnings=tuple(warnings))
 
 
 def _repetition(share: float) -> list[str]:
@@ -119,6 +135,22 @@ def _repetition(share: float) -> list[str]:
         f"{shown} of the evaluation text stands in the calibration text too, in passages of {PASSAGE} characters or "
         f"more (blanks not counted): held-out figures look better than they are; evaluate on other text"
     ]
+
+
+def _doubts(blocks: dict[str, TokenBlocks], tokenizer: Any, checkpoint: Checkpoint, *, rows: int) -> Iterator[str]:
+    """Say why the tokenizer may be none for the texts, or another model's, where every token has a row all the same."""
+    for name, held in blocks.items():
+        share = unknown_share(held, tokenizer)
+        if share >= DOUBTED_SHARE:
+            yield (
+                f"data.{name}: {share:.0%} of its tokens are {tokenizer.unk_token!r}, for what the tokenizer does not "
+                f"know; is it the model's own, and the text of its language?"
+            )
+    if len(tokenizer) < rows // 2 and not isinstance(checkpoint.weights, RandomWeights):
+        yield (
+            f"the tokenizer has {len(tokenizer)} tokens, and the embedding of {checkpoint.identity} has {rows} rows; "
+            f"is it the model's own?"
+        )
 
 
 def _check_lengths(config: Config, checkpoint: Checkpoint) -> None:
@@ -133,11 +165,8 @@ def _check_lengths(config: Config, checkpoint: Checkpoint) -> None:
             )
 
 
-def _check_placement(config: Config, checkpoint: Checkpoint) -> None:
+def _check_placement(config: Config, checkpoint: Checkpoint, model: nn.Module) -> None:
     """Refuse what does not fit the model before its weights are read: rotations, group sizes, a file to start from."""
-    import torch
-
-    model = build_model(checkpoint, dtype=torch.float32)
     rotated = place(model, find_spec(model), config.rotation, config.quant, seed=config.seed)
     train_also(rotated, config.train.params)
     rotated.check_widths()

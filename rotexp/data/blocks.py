@@ -12,12 +12,19 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from rotexp.data.pieces import pieces
+from rotexp.library_errors import refused
 
 TokenBlocks = NDArray[np.int64]
 """Token ids: (blocks, tokens)."""
 
+NO_ID = -1
+"""Stands for the id of a token that has none: a tokenizer without a token for the unknown may say so."""
 
-def cut(text: str, tokenizer: Any, *, length: int, key: str, max_blocks: int | None = None) -> TokenBlocks:
+LONGEST_NAME = 60
+"""Characters of a token that are shown."""
+
+
+def cut(text: str, tokenizer: Any, *, length: int, rows: int, key: str, max_blocks: int | None = None) -> TokenBlocks:
     """Tokenize a text as one sequence, without special tokens, and cut it into blocks; what is left over is dropped.
 
     A text longer than `PIECE_CHARACTERS` is tokenized piece by piece.
@@ -25,13 +32,22 @@ def cut(text: str, tokenizer: Any, *, length: int, key: str, max_blocks: int | N
     Args:
         tokenizer: a Hugging Face tokenizer.
         length: tokens a block.
+        rows: of the model's embedding; every token must have one, also one that is dropped.
         key: the config key that named the text, for the error.
         max_blocks: the first blocks alone, and no more of the text tokenized than these take (None: all).
 
     Raises:
-        ValueError: the text is shorter than one block.
+        ValueError: the text is shorter than one block, cannot be tokenized, or has a token without a row.
     """
-    token_ids = _tokenize(text, tokenizer, enough=None if max_blocks is None else max_blocks * length)
+    token_ids = _tokenize(text, tokenizer, key=key, enough=None if max_blocks is None else max_blocks * length)
+    outside = np.flatnonzero((token_ids < 0) | (token_ids >= rows))
+    if len(outside):
+        token_id = int(token_ids[outside[0]])
+        raise ValueError(
+            f"{key}: the token {_named(tokenizer, token_id)} has {_shown(token_id)}, and the model's embedding has "
+            f"{rows} rows (so {len(outside)} of the text's {len(token_ids)} tokens have none); use the model's own "
+            f"tokenizer, take the token out of the text, or resize the embedding to the tokenizer"
+        )
     if len(token_ids) < length:
         raise ValueError(
             f"{key}: the text has {len(token_ids)} tokens, fewer than one block of {length}; name a longer text or "
@@ -40,15 +56,47 @@ def cut(text: str, tokenizer: Any, *, length: int, key: str, max_blocks: int | N
     return token_ids[: len(token_ids) // length * length].reshape(-1, length)[:max_blocks]
 
 
-def _tokenize(text: str, tokenizer: Any, *, enough: int | None) -> NDArray[np.int64]:
-    """Return the token ids (tokens,) of a text's pieces, of which no further ones are taken once these are enough."""
+def _tokenize(text: str, tokenizer: Any, *, key: str, enough: int | None) -> NDArray[np.int64]:
+    """Return the token ids (tokens,) of a text's pieces, of which no further ones are taken once these are enough.
+
+    A token to which the tokenizer gives no id has `NO_ID`.
+
+    Raises:
+        ValueError: the tokenizer fails, or makes no token of a text that is not blank.
+    """
     found: list[NDArray[np.int64]] = []
-    for piece in pieces(text):
-        ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        found.append(np.asarray(ids, dtype=np.int64))
-        if enough is not None and sum(map(len, found)) >= enough:
-            break
-    return np.concatenate(found)
+    with refused(lambda reason: f"{key}: the tokenizer cannot read the text ({reason}); use the model's own tokenizer"):
+        for piece in pieces(text):
+            ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+            found.append(np.asarray([NO_ID if token_id is None else token_id for token_id in ids], dtype=np.int64))
+            if enough is not None and sum(map(len, found)) >= enough:
+                break
+    token_ids = np.concatenate(found)
+    if not len(token_ids) and text.strip():
+        raise ValueError(
+            f"{key}: the tokenizer makes no token of the text's {len(text)} characters, so its files are empty or of "
+            f"another language; use the model's own tokenizer"
+        )
+    return token_ids
+
+
+def _named(tokenizer: Any, token_id: int) -> str:
+    if token_id < 0:
+        return "of some part of it"
+    try:
+        return repr(tokenizer.convert_ids_to_tokens(token_id))[:LONGEST_NAME]
+    except (LookupError, OverflowError, TypeError, ValueError):
+        return "of some part of it"
+
+
+def _shown(token_id: int) -> str:
+    return "no id" if token_id == NO_ID else f"id {token_id}"
+
+
+def unknown_share(blocks: TokenBlocks, tokenizer: Any) -> float:
+    """Return the share of tokens that stand for what the tokenizer does not know; 0 where it has no such token."""
+    unknown = tokenizer.unk_token_id
+    return 0.0 if unknown is None else float((blocks == unknown).mean())
 
 
 class BlockDataset(Dataset[Tensor]):

@@ -153,7 +153,7 @@ def perplexity(checkpoint: Path, small: list[str]) -> float:
     """Return what plain transformers makes of the first four windows of the text."""
     (file,) = (override.partition("=")[2] for override in small if override.startswith("data.evaluation"))
     text = Path(file).read_text(encoding="utf-8")
-    windows = cut(text, AutoTokenizer.from_pretrained(checkpoint), length=32, key="data.evaluation")[:4]
+    windows = cut(text, AutoTokenizer.from_pretrained(checkpoint), length=32, rows=2048, key="data.evaluation")[:4]
     token_ids = torch.from_numpy(windows)
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

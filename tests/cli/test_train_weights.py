@@ -61,7 +61,7 @@ def four_blocks(texts: list[str], checkpoint: Path, tmp_path_factory: pytest.Tem
     whole = Path(texts[1].partition("=")[2]).read_text()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     short = tokenizer.decode(tokenizer(whole, add_special_tokens=False)["input_ids"][:140])
-    assert len(cut(short, tokenizer, length=32, key="text")) == 4
+    assert len(cut(short, tokenizer, length=32, rows=2048, key="text")) == 4
     file = tmp_path_factory.mktemp("text") / "short.txt"
     file.write_text(short)
     return f"data.calibration={file}"
@@ -228,7 +228,7 @@ def windows(run: Run, model: Path) -> torch.Tensor:
     resolved = (run.folder / "config.resolved.yaml").read_text().splitlines()
     (file,) = [line.split(": ")[1].strip("'\"") for line in resolved if line.startswith("  evaluation: ")]
     text = Path(file).read_text(encoding="utf-8")
-    return torch.from_numpy(cut(text, AutoTokenizer.from_pretrained(model), length=32, key="text")[:4])
+    return torch.from_numpy(cut(text, AutoTokenizer.from_pretrained(model), length=32, rows=2048, key="text")[:4])
 
 
 def test_a_simulated_world_is_marked_everywhere_and_leaves_nothing_to_go_on_from(train: Train) -> None:

@@ -9,35 +9,128 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 
-from rotexp.data.blocks import BlockDataset, BlockSampler, cut
+from rotexp.data.blocks import BlockDataset, BlockSampler, cut, unknown_share
 
 BLOCKS, BATCH = 11, 4
 
 
 class Letters:
-    """A tokenizer whose tokens are letters."""
+    """A tokenizer whose tokens are letters, but for those that it is told something else of."""
 
-    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
+    def __init__(self, **changed: int | None) -> None:
+        self.changed = changed
+        self.unk_token_id: int | None = None
+
+    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> dict[str, list[int | None]]:
         assert not add_special_tokens
         assert not verbose
-        return {"input_ids": [ord(letter) for letter in text]}
+        return {"input_ids": [self.changed.get(letter, ord(letter)) for letter in text]}
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return chr(token_id)
+
+
+class Failing:
+    """A tokenizer that fails in its own way, or makes nothing of a text."""
+
+    def __init__(self, failure: BaseException | None = None) -> None:
+        self.failure = failure
+
+    def __call__(self, text: str, **_options: bool) -> dict[str, list[int]]:
+        if self.failure is not None:
+            raise self.failure
+        return {"input_ids": []}
 
 
 def test_text_is_cut_in_order_and_the_rest_dropped() -> None:
-    blocks = cut("abcdefgh", Letters(), length=3, key="data.calibration")
+    blocks = cut("abcdefgh", Letters(), length=3, rows=128, key="data.calibration")
     assert blocks.dtype == np.int64
     assert blocks.tolist() == [[ord(letter) for letter in block] for block in ("abc", "def")]
 
 
 def test_a_text_of_one_block_is_enough() -> None:
-    assert cut("abc", Letters(), length=3, key="data.calibration").shape == (1, 3)
+    assert cut("abc", Letters(), length=3, rows=128, key="data.calibration").shape == (1, 3)
 
 
 @pytest.mark.parametrize("text", ["ab", ""])
 def test_a_shorter_text_is_refused_naming_key_and_numbers(text: str) -> None:
     message = f"data.evaluation: the text has {len(text)} tokens, fewer than one block of 3; .*data.sequence_length"
     with pytest.raises(ValueError, match=message):
-        cut(text, Letters(), length=3, key="data.evaluation")
+        cut(text, Letters(), length=3, rows=128, key="data.evaluation")
+
+
+@pytest.mark.parametrize(
+    ("text", "changed", "fault"),
+    [
+        (
+            "abcd" * 9 + "~",
+            {},
+            r"the token '~' has id 126, and the model's embedding has 126 rows \(so 1 of the text's 37",
+        ),
+        ("~" * 3 + "a", {}, r"the token '~' has id 126, and .* \(so 3 of the text's 4 tokens have none\)"),
+        ("abc", {"b": 10**12}, r"the token of some part of it has id 1000000000000, and the model's embedding has 126"),
+        ("abc", {"b": -7}, r"the token of some part of it has id -7, and the model's embedding has 126 rows"),
+        ("abc", {"b": None}, r"the token of some part of it has no id, and the model's embedding has 126 rows"),
+        ("a", {"a": 126}, r"the token '~' has id 126"),
+    ],
+)
+def test_a_token_without_a_row_in_the_embedding_is_refused_wherever_it_stands(
+    text: str, changed: dict[str, int | None], fault: str
+) -> None:
+    """Also one that is dropped behind the last whole block, or stands in a text that is too short."""
+    with pytest.raises(
+        ValueError, match=rf"^data\.evaluation: {fault}.*; use the model's own tokenizer, take the token"
+    ):
+        cut(text, Letters(**changed), length=3, rows=126, key="data.evaluation")
+
+
+def test_the_last_row_is_one() -> None:
+    assert cut("ab~", Letters(), length=3, rows=127, key="data.evaluation").tolist() == [[97, 98, 126]]
+
+
+class PanicException(BaseException):
+    """What a panic of the tokenizers library is called in Python."""
+
+
+@pytest.mark.parametrize(
+    ("failure", "why"),
+    [
+        (
+            Exception("WordLevel error: Missing [UNK] token\nfrom the vocabulary"),
+            "WordLevel error: Missing .UNK. token fr",
+        ),
+        (PanicException("index out of bounds"), "PanicException: index out of bounds"),
+        (TypeError("'>' not supported"), "TypeError: '>' not supported"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_a_tokenizer_that_fails_is_one_line(failure: BaseException, why: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^data\.calibration: the tokenizer cannot read the text \({why}.*"
+    ) as caught:
+        cut("abc", Failing(failure), length=3, rows=128, key="data.calibration")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), SystemExit(3), MemoryError()])
+def test_a_signal_or_a_lack_of_memory_is_no_fault_of_the_tokenizer(ending: BaseException) -> None:
+    with pytest.raises(type(ending)):
+        cut("abc", Failing(ending), length=3, rows=128, key="data.calibration")
+
+
+def test_a_tokenizer_that_makes_nothing_of_a_text_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"^data\.calibration: the tokenizer makes no token of the text's 4 characters, "
+    ):
+        cut("text", Failing(), length=3, rows=128, key="data.calibration")
+
+
+def test_the_share_of_unknown_tokens_is_counted_where_there_is_such_a_token() -> None:
+    tokenizer = Letters()
+    blocks = cut("a?b?", tokenizer, length=2, rows=128, key="data.evaluation")
+    assert unknown_share(blocks, tokenizer) == 0
+    tokenizer.unk_token_id = ord("?")
+    assert unknown_share(blocks, tokenizer) == 0.5
 
 
 def test_blocks_are_served_as_tensors() -> None:
