@@ -37,7 +37,7 @@ def read_finished_run(folder: Path) -> FinishedRun:
     """Read a run's folder; loads no torch.
 
     Raises:
-        ValueError: there is no run, it is not done, or a file of it is missing or cannot be read.
+        ValueError: there is no run, it is not done, a file of it is missing or cannot be read, or its model has gone.
     """
     where = f"run={folder}"
     if not folder.is_dir():
@@ -52,7 +52,15 @@ def read_finished_run(folder: Path) -> FinishedRun:
     for name in (CONFIG_FILE, ROTATIONS_FILE):
         if not (folder / name).is_file():
             raise ValueError(f"{where}: {name} is missing; restore it, or run the training again")
-    return FinishedRun(folder, _read_config(folder / CONFIG_FILE, where), summary)
+    config = _read_config(folder / CONFIG_FILE, where)
+    _check_model(config.model.path, where)
+    return FinishedRun(folder, config, summary)
+
+
+def _check_model(path: str | None, where: str) -> None:
+    """Refuse a run whose model has gone; a local one is recorded by its whole path, and a hub id is none."""
+    if path and Path(path).is_absolute() and not Path(path).exists():
+        raise ValueError(f"{where}: its model is no longer at {path}; put it back there")
 
 
 def _read_summary(folder: Path, where: str) -> dict[str, Any]:

@@ -14,6 +14,9 @@ QUANTIZED_KEYS = ("quantization_config", "compression_config")
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 """What every config of a language model has at least one of."""
 
+WIDTHS = ("hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+"""What is asked of a whole config, and must be the same in all of its layers."""
+
 REMEDY = "fetch the model again"
 
 
@@ -61,6 +64,7 @@ def language_config(config: Any) -> Any:
             f"choose a decoder-only model"
         )
     _require_sizes(text)
+    _require_equal_layers(text)
     return text
 
 
@@ -70,6 +74,16 @@ def _require_sizes(config: Any) -> None:
         size = config.to_dict().get(name)
         if isinstance(size, int) and size < 1:
             raise ValueError(f"model_type={config.model_type}: {name}={size} must be at least 1; correct its config")
+
+
+def _require_equal_layers(config: Any) -> None:
+    """Refuse layers of several widths: transformers gives none for the whole model then, and rotations ask for one."""
+    differing = sorted(set(WIDTHS) & set(getattr(config, "per_layer_attributes", None) or ()))
+    if differing:
+        raise ValueError(
+            f"model_type={config.model_type}: its layers differ in {', '.join(differing)}, which is not supported; "
+            f"choose a model whose layers have equal widths"
+        )
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -133,6 +133,8 @@ def test_plain_transformers_computes_the_same_in_a_fresh_process(
 def test_the_folder_is_a_plain_checkpoint_of_the_sources_shapes(exported: Export, checkpoint: Path) -> None:
     names = {path.name for path in exported.folder.iterdir()}
     assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (exported.folder / name).read_bytes() == (checkpoint / name).read_bytes(), name
     source, stored = (load_file(folder / "model.safetensors") for folder in (checkpoint, exported.folder))
     assert stored.keys() - source.keys() == {"lm_head.weight"}
     assert all(stored[name].shape == tensor.shape for name, tensor in source.items())
@@ -374,7 +376,22 @@ def test_rotations_that_are_not_the_runs_are_refused(done_r4: Run, broken: Path,
 def test_a_source_that_is_gone_is_refused(broken: Path, checkpoint: Path, refusal: Refusal) -> None:
     file = broken / "config.resolved.yaml"
     file.write_text(file.read_text(encoding="utf-8").replace(str(checkpoint), "/nowhere/at/all"), encoding="utf-8")
-    assert refusal(f"run={broken}", "export.path=new").startswith("model.path=/nowhere/at/all: ")
+    line = refusal(f"run={broken}", "export.path=new")
+    assert line == f"run={broken}: its model is no longer at /nowhere/at/all; put it back there"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_what_belongs_to_the_source_and_was_damaged_since_is_refused_by_its_file(
+    name: str, done: Run, checkpoint: Path, refusal: Refusal
+) -> None:
+    file = checkpoint / name
+    whole = file.read_bytes()
+    try:
+        file.write_bytes(whole[:20])
+        line = refusal(f"run={done.folder}", "export.path=new")
+    finally:
+        file.write_bytes(whole)
+    assert line.startswith(f"model.path={file}: is not JSON: ")
 
 
 def test_r_bin_of_no_rotations_is_refused(done: Run, broken: Path, refusal: Refusal) -> None:

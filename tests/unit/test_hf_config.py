@@ -83,6 +83,15 @@ def test_values_that_no_config_has_are_refused_by_the_file(changed: dict[str, An
         ({"num_key_value_heads": 0}, "ZeroDivisionError"),
         ({"head_dim": -3}, "negative dimension"),
         ({"attn_implementation": "of_tomorrow"}, "is not supported"),
+        (
+            {"per_layer_config": {"1": {"num_key_value_heads": 1}}},
+            "its layers differ in num_key_value_heads, which is not",
+        ),
+        (
+            {"model_type": "gemma4_text"},
+            "model_type=gemma4_text: its layers differ in head_dim, which is not supported",
+        ),
+        ({"model_type": "gemma4_unified_text"}, "its layers differ in head_dim, which is not supported"),
         ({"text_config": []}, "model_type=[] (the language model of llama): transformers has no causal language model"),
         ({"model_type": "llava", "text_config": {"model_type": "bert"}}, "model_type=bert: this architecture is not"),
         ({"model_type": "reformer"}, "AssertionError: If you want to use `ReformerModelWithLMHead`"),

@@ -39,6 +39,7 @@ from rotexp.models import tiny
 from rotexp.models.checkpoint import Checkpoint, ExpertStack, FileWeights
 from rotexp.models.load import build_model, open_checkpoint, resolve_model, summarize_model
 from rotexp.models.materialize import materialize
+from rotexp.models.save import companions
 
 SHAPE = {
     "vocab_size": 61,
@@ -540,6 +541,33 @@ def test_pickled_weights_are_fetched_only_where_there_are_no_safetensors(
     (repository.snapshot / "model.safetensors").unlink()
     assert_equals_transformers(opened("some/model"), reference_of(folder))
     assert repository.fetched() == {"config.json", "generation_config.json", "pytorch_model.bin"}
+
+
+def test_every_file_of_a_tokenizer_is_fetched_and_no_code(
+    model_folder: Callable[..., Path], hub: Callable[[Path], Hub]
+) -> None:
+    folder = model_folder("llama")
+    tokenizer = {
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+        *(
+            "merges.txt",
+            "vocab.txt",
+            "vocab.bpe",
+            "qwen.tiktoken",
+            "tokenizer.model",
+            "spiece.model",
+            "tokenizer.model.v3",
+        ),
+        *("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja", "source.spm"),
+    }
+    others = {"README.md", "LICENSE.txt", "modeling_own.py", "tokenizer.py", "onnx/vocab.json", "onnx/a.jinja"}
+    for name in tokenizer | others:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}", encoding="utf-8")
+    repository = hub(folder)
+    checkpoint = opened("some/model")
+    assert repository.fetched() == tokenizer | {"config.json", "generation_config.json", "model.safetensors"}
+    assert companions(checkpoint).keys() == tokenizer | {"generation_config.json"}
 
 
 def test_weights_of_an_unsupported_model_are_not_fetched(

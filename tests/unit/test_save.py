@@ -97,9 +97,10 @@ def test_the_config_says_nothing_of_how_the_source_was_stored_or_run(llama: Fact
     source = llama()
     source.config.quantization_config = {"quant_method": "gptq", "bits": 4}
     source.config._attn_implementation = "eager"
+    source.config.auto_map = {"AutoModelForCausalLM": "modeling_own.Own"}
     save(tmp_path / "saved", source)
     config = json.loads((tmp_path / "saved" / "config.json").read_text(encoding="utf-8"))
-    assert not [key for key in config if "quant" in key or "attn" in key]
+    assert not [key for key in config if "quant" in key or "attn" in key or "auto" in key]
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
     assert source.config.quantization_config["bits"] == 4
     assert load(tmp_path / "saved").config._attn_implementation == "sdpa"
