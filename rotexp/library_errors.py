@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from tempfile import TemporaryFile
 
 LONGEST_REASON = 300
 """Characters of a library's own words that are shown; some list hundreds of choices."""
+
+STDERR = 2
 
 PLAIN = (Exception, ValueError, RuntimeError, OSError)
 """Kinds of errors whose words say enough; of any other the kind is told too, as in `KeyError: 'rope'`."""
@@ -29,10 +34,40 @@ def refused(describe: Callable[[str], str], *, passing: tuple[type[Exception], .
     try:
         yield
     except BaseException as error:
-        is_refusal = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        if not is_refusal or isinstance(error, (MemoryError, *passing)):
+        if not (isinstance(error, Exception) or is_panic(error)) or isinstance(error, (MemoryError, *passing)):
             raise
         raise ValueError(describe(reason(error))) from None
+
+
+@contextmanager
+def quiet_if_refused() -> Iterator[None]:
+    """Hold back what is written to standard error, and drop it if the block refuses something: that is one line.
+
+    Rust writes a panic there by itself, often with the whole stack, before it becomes an exception, and transformers
+    advises on models that are then refused. Where nothing is refused, all comes out at the end of the block.
+    """
+    stderr = os.dup(STDERR)
+    with TemporaryFile() as held:
+        sys.stderr.flush()
+        os.dup2(held.fileno(), STDERR)
+        is_refused = False
+        try:
+            yield
+        except BaseException as error:
+            is_refused = isinstance(error, Exception) or is_panic(error)
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, STDERR)
+            os.close(stderr)
+            held.seek(0)
+            if not is_refused:
+                os.write(STDERR, held.read())
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an exception is a panic of Rust, a class which no module offers."""
+    return type(error).__name__ == "PanicException"
 
 
 def reason(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from rotexp.data.pieces import pieces
-from rotexp.library_errors import refused
+from rotexp.library_errors import quiet_if_refused, refused
 
 TokenBlocks = NDArray[np.int64]
 """Token ids: (blocks, tokens)."""
@@ -65,7 +65,8 @@ def _tokenize(text: str, tokenizer: Any, *, key: str, enough: int | None) -> NDA
         ValueError: the tokenizer fails, or makes no token of a text that is not blank.
     """
     found: list[NDArray[np.int64]] = []
-    with refused(lambda reason: f"{key}: the tokenizer cannot read the text ({reason}); use the model's own tokenizer"):
+    line = f"{key}: the tokenizer cannot read the text"
+    with refused(lambda reason: f"{line} ({reason}); use the model's own tokenizer"), quiet_if_refused():
         for piece in pieces(text):
             ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
             found.append(np.asarray([NO_ID if token_id is None else token_id for token_id in ids], dtype=np.int64))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rotexp.config import ModelConfig, ModelDtype, ModelSource
+from rotexp.library_errors import quiet_if_refused
 from rotexp.models import tiny
 from rotexp.models.arch import ArchSpec, embedding_name, head_name, tie
 from rotexp.models.checkpoint import (
@@ -62,8 +63,7 @@ def open_checkpoint(model: ModelConfig, *, seed: int) -> Checkpoint:
     Raises:
         ValueError: no such model, no weights, an unsupported architecture, missing or unexpected tensors.
     """
-    found = _find(model)
-    structure = read_structure(found.config, identity=found.identity)
+    found, structure = _describe(model)
     if model.source is ModelSource.random:
         drawn = RandomWeights(structure.shapes, seed)
         return Checkpoint(found.identity, structure.config, drawn, str(found.tokenizer))
@@ -77,8 +77,7 @@ def open_structure(model: ModelConfig) -> Checkpoint:
     Raises:
         ValueError: no such model, or an unsupported architecture.
     """
-    found = _find(model)
-    structure = read_structure(found.config, identity=found.identity)
+    found, structure = _describe(model)
     aliases: dict[str, Source] = {structure.head: structure.embedding} if structure.tied else {}
     weights = RandomWeights({}, seed=0)
     return Checkpoint(found.identity, structure.config, weights, str(found.tokenizer), found.revision, aliases)
@@ -176,6 +175,13 @@ class _Found:
     def is_gguf(self) -> bool:
         """Whether it is a GGUF file."""
         return self.place.suffix == ".gguf" and self.place.is_file()
+
+
+@quiet_if_refused()
+def _describe(model: ModelConfig) -> tuple[_Found, Structure]:
+    """Find a model and build its structure."""
+    found = _find(model)
+    return found, read_structure(found.config, identity=found.identity)
 
 
 def _find(model: ModelConfig) -> _Found:

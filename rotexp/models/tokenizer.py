@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from rotexp.library_errors import refused
+from rotexp.library_errors import quiet_if_refused, refused
 from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.hf_config import read_object
 
@@ -66,9 +66,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     place = Path(checkpoint.tokenizer)
     if place.suffix == ".gguf":
         line = f"model.path={place}: transformers cannot read the tokenizer in this GGUF file"
-        with refused(lambda reason: f"{line} ({reason}); give the model as safetensors"):
+        with refused(lambda reason: f"{line} ({reason}); give the model as safetensors"), quiet_if_refused():
             return AutoTokenizer.from_pretrained(place.parent, gguf_file=place.name, trust_remote_code=False)
-    with refused(lambda reason: f"model.path={_fault(place, reason)}"):
+    with refused(lambda reason: f"model.path={_fault(place, reason)}"), quiet_if_refused():
         return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
 
 
@@ -89,9 +89,8 @@ def _fault(folder: Path, why: str) -> str:
     code = code_of_its_own(folder)
     if code and "custom code" in why:
         return f"{folder}: its tokenizer is code ({code}), which is never run; give a folder with a tokenizer.json"
-    # A fast tokenizer that its library reads is not at fault, nor are templates, which are text to transformers.
-    suspects = [file.name for file in files if file.name != "tokenizer.json" and file.suffix != ".jinja"]
-    fault = f"transformers {__version__} cannot make a tokenizer of {', '.join(suspects) or 'tokenizer.json'} ({why})"
+    names = ", ".join(file.name for file in files if file.suffix != ".jinja")  # templates are mere text to transformers
+    fault = f"transformers {__version__} cannot make a tokenizer of {names} ({why})"
     return f"{folder}: {fault}; fetch the tokenizer's files again, or use another transformers"
 
 
@@ -125,7 +124,7 @@ def _too_new(file: Path) -> str:
     from tokenizers import Tokenizer, __version__
 
     try:
-        with refused(str):
+        with refused(str), quiet_if_refused():
             Tokenizer.from_file(str(file))
     except ValueError as error:
         return f"tokenizers {__version__} cannot read it ({error}): it is damaged, or of a newer version"

@@ -24,7 +24,7 @@ def inspect(*overrides: str, place: Path) -> tuple[int, str, str]:
         text=True,
         timeout=120,
         cwd=place,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", "TRANSFORMERS_VERBOSITY": "error"},
+        env={"TRANSFORMERS_VERBOSITY": "error"} | os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"},
         check=False,
     )
     return run.returncode, " ".join(run.stdout.replace("│", " ").split()), run.stderr
@@ -97,11 +97,23 @@ def test_fused_linears_layer_norms_and_experts(described: Path) -> None:
         (["model=hf", "model.path=nowhere"], "model.path=nowhere"),
         (["rotaton=learned"], "nearest: rotation"),
         (["model=hf", "model.path=gpt2"], "model_type=gpt2: this architecture is not supported"),
+        (["model=hf", "model.path=bert"], "model_type=bert: this architecture is not supported"),
+        (["model=hf", "model.path=reformer"], "reformer (model_type=reformer): transformers cannot build it from its"),
+        (
+            ["model=hf", "model.path=gemma4_unified_text"],
+            "its layers differ in head_dim, which is not supported; choose",
+        ),
     ],
 )
-def test_wrong_requests_are_refused_in_one_line(overrides: list[str], message: str, tmp_path: Path) -> None:
+def test_wrong_requests_are_refused_in_one_line(
+    overrides: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "n_embd": 48, "n_layer": 1, "n_head": 4}')
+    for kind in ("bert", "reformer", "gemma4_unified_text"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "warning")  # as it is for people
     code, output, errors = inspect(*overrides, place=tmp_path)
     assert (code, output, errors.count("\n")) == (2, "", 1), errors
     assert message in errors

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import sentencepiece
 import torch
 from transformers import AutoTokenizer, LlamaConfig, Qwen2Config
 
+from rotexp.data.blocks import cut
 from rotexp.data.corpora import builtin_corpus
+from rotexp.library_errors import quiet_if_refused
 from rotexp.models import tiny
 from rotexp.models.checkpoint import Checkpoint, RandomWeights
 from rotexp.models.save import companions, save_checkpoint
@@ -257,7 +261,7 @@ def test_values_that_transformers_cannot_use_are_told_with_the_files_they_may_st
     with pytest.raises(ValueError, match=r"^model") as caught:
         load_tokenizer(opened(tmp_path))
     assert str(caught.value).startswith(f"model.path={tmp_path}: transformers ")
-    assert "cannot make a tokenizer of tokenizer_config.json (" in str(caught.value)
+    assert "cannot make a tokenizer of tokenizer.json, tokenizer_config.json (" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -272,6 +276,38 @@ def test_a_folder_or_a_broken_link_in_a_files_place_is_named(tmp_path: Path) -> 
     file.symlink_to("nowhere")
     with pytest.raises(ValueError, match=f"^model.path={file}: cannot be read: No such file or directory; fetch the"):
         load_tokenizer(opened(tmp_path))
+
+
+def test_a_panic_of_the_library_is_one_line_without_its_stack(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_templates(tmp_path)
+    broken = changed(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
+    (tmp_path / FAST).write_text(broken, encoding="utf-8")
+    line = rf"^model\.path={tmp_path}/{FAST}: tokenizers [\d.]+ cannot read it \(PanicException: Precompiled: "
+    with pytest.raises(ValueError, match=line):
+        load_tokenizer(opened(tmp_path))
+    fixed_length = changed(pre_tokenizer={"type": "FixedLength", "length": 0})
+    (tmp_path / FAST).write_text(fixed_length, encoding="utf-8")
+    tokenizer = load_tokenizer(opened(tmp_path))
+    line = (
+        r"^data\.calibration: the tokenizer cannot read the text \(PanicException: chunk size must be non-zero\); use"
+    )
+    with pytest.raises(ValueError, match=line):
+        cut("some text", tokenizer, length=2, rows=2048, key="data.calibration")
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("failure", "shown"), [(None, True), (KeyboardInterrupt(), True), (ValueError("no"), False)])
+def test_what_libraries_write_to_standard_error_comes_out_unless_something_is_refused(
+    failure: BaseException | None, shown: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with suppress(ValueError, KeyboardInterrupt), quiet_if_refused():
+        os.write(2, b"by a library\n")
+        if failure is not None:
+            raise failure
+    os.write(2, b"later\n")
+    assert capfd.readouterr().err == f"{'by a library' * shown}{chr(10) * shown}later\n"
 
 
 @pytest.mark.parametrize("lost", ["merges.txt", "vocab.json"])
