@@ -80,8 +80,14 @@ def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 def _absolute_files(options: Group, *names: str) -> Group:
     """Return the options with the files that these fields name written from the root; links stay links."""
     named = {name: getattr(options, name) for name in names}
-    files: dict[str, Any] = {name: str(Path(file).absolute()) for name, file in named.items() if file}
+    files: dict[str, Any] = {name: str(whole_path(file)) for name, file in named.items() if file}
     return dataclasses.replace(options, **files)
+
+
+def whole_path(path: Path | str) -> Path:
+    """Return a path from the root; a file that is a link keeps the name that was typed, which says its format."""
+    path = Path(path)
+    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
 def to_plain(config: Config) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from rotexp.library_errors import refused
 from rotexp.models.checkpoint import Shape
+from rotexp.models.names import few
+from rotexp.models.weight_files import why_unreadable
 
 EXACT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """ggml types of tensors that were not quantized."""
@@ -81,6 +83,10 @@ class GGUFWeights:
                 found[name] = processed.weights
         return found[name]
 
+    def origin(self, name: str) -> str:
+        """Return the tensors of the file that make a parameter, and the file's name."""
+        return f"{' and '.join(self.parts[name])} in {self.file.name}"
+
     def release(self) -> None:
         """Let go of the file; it is opened again when a tensor is asked for."""
         vars(self).pop("_tensors", None)
@@ -126,8 +132,8 @@ def open_gguf(
         config: the Hugging Face config's values.
 
     Raises:
-        ValueError: a parameter is not in the file, or a tensor of the file is no parameter's, each is named; or its
-            values are of a type that cannot be dequantized.
+        ValueError: a parameter is not in the file, or a tensor of the file is no parameter's, the first are named; or
+            its values are of a type that cannot be dequantized.
     """
     reader = _open(file)
     architecture, tensor_names = _read_names(file, reader)
@@ -136,7 +142,7 @@ def open_gguf(
     missing = [name for name, names in parts.items() if name != tied and not tensors.keys() >= set(names)]
     unknown = sorted(tensors.keys() - {tensor for names in parts.values() for tensor in names})
     named = (("missing", missing), ("not understood by transformers", unknown))
-    if faults := [f"{fault}: {', '.join(names)}" for fault, names in named if names]:
+    if faults := [f"{fault}: {few(names)}" for fault, names in named if names]:
         raise ValueError(f"model.path={file}: {'; '.join(faults)}; give the model as safetensors")
     _check_types(file, tensors.values())
     held = {name: [tensors[part] for part in names] for name, names in parts.items() if tensors.keys() >= set(names)}
@@ -204,4 +210,5 @@ def _reading(file: Path) -> AbstractContextManager[None]:
 
 
 def _unreadable(file: Path, reason: str) -> ValueError:
+    reason = why_unreadable(file, expected="GGUF") or reason
     return ValueError(f"model.path={file}: transformers cannot read this GGUF file ({reason}); give it as safetensors")

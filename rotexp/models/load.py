@@ -10,24 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from rotexp.compose import whole_path
 from rotexp.config import ModelConfig, ModelDtype, ModelSource
 from rotexp.library_errors import quiet_if_refused
 from rotexp.models import tiny
 from rotexp.models.arch import ArchSpec, embedding_name, head_name, tie
-from rotexp.models.checkpoint import (
-    Checkpoint,
-    FileWeights,
-    PickledWeights,
-    RandomWeights,
-    SafetensorsWeights,
-    Source,
-    Weights,
-    folder_weights,
-)
+from rotexp.models.checkpoint import Checkpoint, RandomWeights, Source, Weights
 from rotexp.models.gguf import open_gguf, read_gguf_config, require_packages
 from rotexp.models.hf_config import read_config
 from rotexp.models.hub import fetch_description, fetch_weights
 from rotexp.models.structure import Structure, build_network, fit, read_structure
+from rotexp.models.weight_folder import file_weights, folder_weights, is_weights, require_model
 
 
 def _shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
@@ -51,10 +44,6 @@ RANDOM_SIZES = {
     "70b": _shape(8192, 28672, 80, 64, 8, 128256),
 }
 """Shapes of `model=random_llama`, those of SmolLM2 (135m, 360m) and Llama 3 (1b to 70b)."""
-
-
-FILES: dict[str, type[FileWeights]] = {".safetensors": SafetensorsWeights, ".bin": PickledWeights}
-"""What reads one file of weights that has its config beside it."""
 
 
 def open_checkpoint(model: ModelConfig, *, seed: int) -> Checkpoint:
@@ -89,7 +78,7 @@ def resolve_model(model: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     Raises:
         ValueError: the dtype is left to a checkpoint that has one in which models are not held.
     """
-    path = str(Path(model.path).resolve()) if model.path and Path(model.path).exists() else model.path
+    path = str(whole_path(model.path)) if model.path and Path(model.path).exists() else model.path
     return replace(model, path=path, revision=checkpoint.revision, dtype=_concrete(model.dtype, checkpoint))
 
 
@@ -174,7 +163,7 @@ class _Found:
     @property
     def is_gguf(self) -> bool:
         """Whether it is a GGUF file."""
-        return self.place.suffix == ".gguf" and self.place.is_file()
+        return self.place.suffix.lower() == ".gguf" and self.place.is_file()
 
 
 @quiet_if_refused()
@@ -199,17 +188,23 @@ def _find(model: ModelConfig) -> _Found:
 def _find_path(model: ModelConfig) -> _Found:
     assert model.path is not None
     path = Path(model.path)
+    if path.is_symlink() and not path.exists():
+        raise ValueError(
+            f"model.path={path}: is a link to {path.readlink()}, which is not there; fetch the model again"
+        )
     if not path.exists():
         folder = fetch_description(model.path, revision=model.revision)
+        require_model(folder)
         return _Found(model.path, read_config(folder), folder, revision=folder.name)
     if model.revision is not None:
         raise ValueError(f"model.revision={model.revision}: must be null for the local {path}; leave it out")
-    path = path.resolve()  # what a run records, and so the name under which a rerun finds its rotations
+    path = whole_path(path)  # what a run records, and so the name under which a rerun finds its rotations
     if path.is_dir():
+        require_model(path)
         return _Found(str(path), read_config(path), path)
-    if path.suffix in FILES:
+    if is_weights(path):
         return _Found(str(path), read_config(path.parent), path)
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         return _find_gguf(model, path)
     raise ValueError(f"model.path={path}: must be a folder, a hub id, or a .safetensors, .bin or .gguf file; name one")
 
@@ -237,11 +232,12 @@ def _random_config(model: ModelConfig) -> Any:
 
 def _weights(found: _Found, structure: Structure) -> Weights:
     """Return the weights of a model of which it is known that it can be used; those of the hub are fetched now."""
+    named = getattr(structure.whole, "transformers_weights", None)
     if found.revision is not None:
-        return folder_weights(fetch_weights(found.identity, revision=found.revision))
+        return folder_weights(fetch_weights(found.identity, revision=found.revision), named=named)
     if found.place.is_dir():
-        return folder_weights(found.place)
+        return folder_weights(found.place, named=named)
     if found.is_gguf:
         tied = structure.head if structure.tied else None
         return open_gguf(found.place, structure.shapes, tied=tied, config=structure.config.to_dict())
-    return FILES[found.place.suffix]((found.place,))
+    return file_weights(found.place)

@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rotexp.folders import complete_folder
-from rotexp.models.checkpoint import Checkpoint, SafetensorsWeights, safetensors_files
+from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.hf_config import QUANTIZED_KEYS, read_object
 from rotexp.models.tokenizer import tokenizer_files
+from rotexp.models.weight_folder import folder_weights
 
 MANIFEST_FILE = "rotexp_manifest.json"
 CLIP_RATIOS_FILE = "clip_ratios.safetensors"
@@ -167,7 +168,7 @@ def _check_shapes(folder: Path, source: Mapping[str, tuple[int, ...]]) -> None:
     Raises:
         ValueError: a tensor changed its shape.
     """
-    written = SafetensorsWeights(safetensors_files(folder)).shapes()
+    written = folder_weights(folder).shapes()
     changed = [
         f"{name} is {list(written[name])} instead of {list(shape)}"
         for name, shape in source.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from accelerate import init_empty_weights
 
 from rotexp.library_errors import refused
 from rotexp.models.arch import find_spec, untie
-from rotexp.models.checkpoint import Checkpoint, Shape, Source, Weights, check_names
+from rotexp.models.checkpoint import Checkpoint, Shape, Source, Weights
 from rotexp.models.gguf import GGUFWeights
 from rotexp.models.hf_config import language_config
-from rotexp.models.names import find_sources, language_tensors, stored_shapes
+from rotexp.models.names import check_names, find_sources, language_tensors, plain_names, stored_shapes
+from rotexp.models.weight_files import FileWeights
 
 COMPUTED_TENSORS = r"rotary_emb\.inv_freq$"
 """Buffers that old checkpoints of every family carry and models compute; transformers knows of further ones."""
@@ -88,9 +90,18 @@ def fit(
     """Find every parameter among the weights.
 
     Raises:
-        ValueError: tensors are missing, unexpected or of another shape.
+        ValueError: tensors are missing, unexpected, of another shape or no floating-point numbers.
     """
-    stored = weights.shapes()
+    shapes = weights.shapes()
+    names = plain_names(
+        shapes,
+        structure.shapes,
+        base=structure.base,
+        nested=structure.nested,
+        embedding=structure.embedding,
+        identity=identity,
+    )
+    stored = {plain: shapes[name] for plain, name in names.items()}
     sources = find_sources(structure.shapes, stored, base=structure.base, nested=structure.nested)
     if structure.tied and sources[structure.head] not in stored:
         sources[structure.head] = sources[structure.embedding]
@@ -98,6 +109,9 @@ def fit(
     if structure.nested:
         stored = language_tensors(stored, needed, embedding=str(sources[structure.embedding]))
     check_names(needed, stored, identity=identity, ignored=structure.ignored)
+    if isinstance(weights, FileWeights):
+        weights.check_dtypes((names[plain] for plain in needed), identity=identity)
+    sources = {name: _renamed(source, names) for name, source in sources.items()}
     aliases: dict[str, Source] = {name: source for name, source in sources.items() if source != name}
     checkpoint = Checkpoint(identity, structure.config, weights, str(tokenizer), revision, aliases)
     if structure.tied and _holds_equal(checkpoint, structure.head, structure.embedding, structure.shapes):
@@ -105,6 +119,10 @@ def fit(
     if isinstance(weights, GGUFWeights):
         return replace(checkpoint, dtype=torch.float32, coarse=weights.coarse)
     return replace(checkpoint, dtype=_own_dtype(structure, checkpoint))
+
+
+def _renamed(source: Source, names: Mapping[str, str]) -> Source:
+    return names[source] if isinstance(source, str) else source.renamed(names)
 
 
 def _holds_equal(checkpoint: Checkpoint, name: str, other: str, shapes: dict[str, Shape]) -> bool:

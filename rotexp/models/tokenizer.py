@@ -64,7 +64,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     from transformers import AutoTokenizer
 
     place = Path(checkpoint.tokenizer)
-    if place.suffix == ".gguf":
+    if place.suffix.lower() == ".gguf":
         line = f"model.path={place}: transformers cannot read the tokenizer in this GGUF file"
         with refused(lambda reason: f"{line} ({reason}); give the model as safetensors"), quiet_if_refused():
             return AutoTokenizer.from_pretrained(place.parent, gguf_file=place.name, trust_remote_code=False)

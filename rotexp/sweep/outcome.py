@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rotexp.compose import differences, to_plain
+from rotexp.compose import differences, to_plain, whole_path
 from rotexp.config import RECORDING, Config, ModelConfig, ModelDtype
 from rotexp.finished_run import read_finished_run
 from rotexp.tracking.files import read_summary, write_summary
@@ -108,7 +108,7 @@ def finished_before(job: Job) -> Outcome | None:
 
 def _as_resolved(model: ModelConfig, then: ModelConfig) -> ModelConfig:
     """Return a model with what a run resolved: the whole path, the commit of a branch, the dtype of its checkpoint."""
-    path = str(Path(model.path).resolve()) if model.path and Path(model.path).exists() else model.path
+    path = str(whole_path(model.path)) if model.path and Path(model.path).exists() else model.path
     commit = model.revision if re.fullmatch("[0-9a-f]{40}", model.revision or "") else then.revision
     dtype = then.dtype if model.dtype is ModelDtype.auto else model.dtype
     return replace(model, path=path, revision=commit, dtype=dtype)

@@ -26,10 +26,11 @@ from rotexp.config import (
     RotationConfig,
 )
 from rotexp.models.arch import LLAMA
-from rotexp.models.checkpoint import Checkpoint, RandomWeights, SafetensorsWeights
+from rotexp.models.checkpoint import Checkpoint, RandomWeights
 from rotexp.models.load import RANDOM_SIZES, build_model, open_checkpoint
 from rotexp.models.materialize import materialize
 from rotexp.models.tokenizer import load_tokenizer
+from rotexp.models.weight_files import SafetensorsWeights
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.placement import place
 from rotexp.validation import validate

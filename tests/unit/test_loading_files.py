@@ -36,10 +36,11 @@ from rotexp.compose import to_config
 from rotexp.config import ModelConfig, ModelDtype, ModelSource
 from rotexp.launch.start import start
 from rotexp.models import tiny
-from rotexp.models.checkpoint import Checkpoint, ExpertStack, FileWeights
+from rotexp.models.checkpoint import Checkpoint, ExpertStack
 from rotexp.models.load import build_model, open_checkpoint, resolve_model, summarize_model
 from rotexp.models.materialize import materialize
 from rotexp.models.save import companions
+from rotexp.models.weight_files import FileWeights
 
 SHAPE = {
     "vocab_size": 61,
