@@ -187,7 +187,14 @@ class Experiment:
         if self.config.sharding.strategy is Strategy.zero2_master and not self.config.train.params.weights:
             self.warn("sharding=zero2_master splits the master of trained weights, and none are trained: as no_shard")
         self.guard = install(model.network, self.config.sync_mode, name=self.inputs.checkpoint.identity)
-        materialize(model.network, self.inputs.checkpoint, device=self.device, added=model.added)
+        materialize(
+            model.network,
+            self.inputs.checkpoint,
+            device=self.device,
+            added=model.added,
+            compute_dtype=self.compute_dtype,
+            communication=self.communication,
+        )
         self.inputs.checkpoint.weights.release()
         replaced = start_from_file(model, self.config.rotation, identity=self.inputs.checkpoint.identity)
         for name, error in replaced.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -21,12 +22,16 @@ from torch import Tensor
 
 from rotexp.optim.stiefel import orthogonality_error, polar_projection
 from rotexp.rotation.bank import RotationBank
+from rotexp.sharding.shards import largest_magnitude
 
 ROUNDING = 1e-5
 """Largest max|R Rᵀ − I| of a matrix that is taken bit for bit; float32 rounding stays below it."""
 
 LIMIT = 1e-2
 """Largest max|R Rᵀ − I| of a matrix that is taken at all: what rounding to bfloat16 does to a Hadamard matrix."""
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""What a matrix may be stored in."""
 
 R_BIN_KEY = re.compile(r"(?:.+\.)?(\d+)\.self_attn\.R2")
 OUR_KEY = re.compile(r"R2_(\d+)")
@@ -237,7 +242,7 @@ def assign_rotations(
 
     Raises:
         ValueError: the file belongs to another model, or to other placements or online transforms; a matrix is missing,
-            unexpected, misshapen or not orthogonal. Every fault is named.
+            unexpected, misshapen, not finite or not orthogonal. The first faults are named.
     """
     where = f"{key}={loaded.path}"
     if faults := _foreign(loaded, model=model, placements=placements, online=online):
@@ -282,17 +287,23 @@ def _misnamed(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> l
 
 def _fitted(matrix: Tensor, target: Tensor) -> tuple[Tensor, float, str]:
     """Return the matrix in the target's shape and orthogonal, how far it was from that, and what is wrong with it."""
+    if matrix.dtype not in FLOATS:
+        return matrix, 0.0, f"is {_word(matrix.dtype)}, not one of {', '.join(map(_word, FLOATS))}"
+    if not math.isfinite(largest := largest_magnitude(matrix)):
+        return matrix, 0.0, f"holds {largest}"
     shaped = _shaped(matrix, target.shape)
     if shaped is None:
         shapes = f"is {list(matrix.shape)} instead of {list(target.shape)}"
         same_order = matrix.ndim == 2 and target.ndim == 3 and len(matrix) == target.shape[0] * target.shape[1]
         return matrix, 0.0, f"{shapes}{' and not block-diagonal' if same_order else ''}"
-    if not shaped.is_floating_point():
-        return matrix, 0.0, f"is {str(matrix.dtype).split('.')[-1]}, not floating-point"
     error = float(torch.stack(orthogonality_error(shaped)).max())
     if not error <= LIMIT:
         return matrix, error, f"is not orthogonal (max|R Rᵀ − I| = {error:.1e}, at most {LIMIT:.0e})"
     return (shaped if error <= ROUNDING else polar_projection(shaped.double())), error, ""
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _shaped(matrix: Tensor, shape: torch.Size) -> Tensor | None:

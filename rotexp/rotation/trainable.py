@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from rotexp.rotation.experts import RotatedExperts
 from rotexp.rotation.file import listed
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.model import SCALES, RotatedModel
-from rotexp.sharding.shards import gathered, reshard, write_rows
+from rotexp.sharding.shards import gathered, largest_magnitude, reshard, write_rows
 
 
 def train_also(model: RotatedModel, params: Trainable) -> None:
@@ -117,13 +118,16 @@ def load_trained(model: RotatedModel, path: Path, *, key: str = "run") -> None:
     """Read trained weights into a prepared model, and use the scales among them.
 
     Raises:
-        ValueError: as `check_trained`.
+        ValueError: as `check_trained`, or a tensor is not finite.
     """
     check_trained(model, path, key=key)
     reshard(model.network)
     with _opened(path, key) as file:
         for name in model.trained_names:
-            write_rows(model.network.get_parameter(name), file.get_tensor(name))
+            trained = file.get_tensor(name)
+            if not math.isfinite(largest := largest_magnitude(trained)):
+                raise ValueError(f"{key}={path}: {name} holds {largest}; restore the file, or run the training again")
+            write_rows(model.network.get_parameter(name), trained)
     if model.scales is not None:
         model.scales.in_use = True
 

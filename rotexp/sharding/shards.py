@@ -31,6 +31,14 @@ def whole(parameter: Tensor) -> Tensor:
     return gathered
 
 
+def largest_magnitude(values: Tensor) -> float:
+    """Return max|x|, nan where any number is one, 0 of none; without a copy, however many there are."""
+    if not values.numel():
+        return 0.0
+    low, high = torch.aminmax(values.detach())
+    return float(torch.maximum(-low, high))
+
+
 @torch.no_grad()
 def write_rows(parameter: Tensor, values: Tensor) -> None:
     """Store this rank's rows of `values`, which has the whole parameter's shape."""

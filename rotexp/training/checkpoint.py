@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import warnings
@@ -24,6 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from rotexp.checkpoint_folder import aside_of, complete, fault_of, prepare_aside, read_facts, retain, step_folder
 from rotexp.folders import flush
 from rotexp.sharding.communication import Communication
+from rotexp.sharding.pieces import Pieces
+from rotexp.sharding.shards import largest_magnitude, local_rows
 from rotexp.sharding.state_dicts import Form, State, agree, check_state
 from rotexp.signals import Interrupted, StopRequest
 from rotexp.training.planners import LoadPlanner, SavePlanner
@@ -180,8 +183,9 @@ def load(path: Path, tensors: State, *, communication: Communication) -> dict[st
         The facts it was saved with.
 
     Raises:
-        ValueError: it is not complete or not readable, or holds other names, shapes or dtypes; every fault is named, on
-            all ranks alike. Nothing is written unless a file can not be read although it is whole.
+        ValueError: it is not complete or not readable, or holds other names, shapes or dtypes, or numbers that are not
+            finite; every fault is named, on all ranks alike. Nothing is written unless a file can not be read although
+            it is whole, or holds such numbers.
     """
     _forgive_single_process()
     reader, found = FileSystemReader(path), dict[str, Form]()
@@ -194,6 +198,7 @@ def load(path: Path, tensors: State, *, communication: Communication) -> dict[st
     _require_loadable(path, _fault(lambda: found.update(_forms(reader))), communication=communication)
     check_state(tensors, found, communication=communication, what=f"resume={path}")
     _require_loadable(path, _fault(read), communication=communication)
+    _require_loadable(path, _not_finite(tensors), communication=communication)
     facts: dict[str, Any] = read_facts(path)["facts"]
     return facts
 
@@ -212,6 +217,15 @@ def restore_random_states(path: Path, *, communication: Communication) -> bool:
 def _require_loadable(path: Path, fault: str, *, communication: Communication) -> None:
     if fault := agree(fault, communication=communication):
         raise ValueError(f"resume={path}: {fault}; name another checkpoint, or resume=never")
+
+
+def _not_finite(tensors: State) -> str:
+    """Return the first tensor of which this rank holds a nan or an infinity; training never saves one."""
+    for name, value in tensors.items():
+        for part in value.tensors if isinstance(value, Pieces) else (local_rows(value),):
+            if part.is_floating_point() and not math.isfinite(largest := largest_magnitude(part)):
+                return f"{name} holds {largest}"
+    return ""
 
 
 def _forms(reader: FileSystemReader) -> dict[str, Form]:

@@ -7,14 +7,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rotexp.config import ModelConfig, ModelSource, QuantConfig, RotationConfig, ShardingConfig, Strategy
+from rotexp.config import (
+    ModelConfig,
+    ModelSource,
+    Precision,
+    QuantConfig,
+    RotationConfig,
+    ShardingConfig,
+    Strategy,
+)
 from rotexp.metrics.memory import peak_rss_bytes, reset_peaks
 from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model, open_checkpoint
 from rotexp.models.materialize import materialize
 from rotexp.rotation.placement import place
+from rotexp.sharding.communication import Communication
 from rotexp.sharding.shards import whole
-from rotexp.sharding.strategies import shard
+from rotexp.sharding.strategies import precision_policy, shard
 
 
 def load(folder: str) -> dict[str, Any]:
@@ -46,3 +55,26 @@ def load(folder: str) -> dict[str, Any]:
         "buffers": buffers,
         "down": weight.numpy(),
     }
+
+
+def refuse(folder: str, strategy: str, precision: str, dtype: str) -> dict[str, Any]:
+    """Load a checkpoint that cannot be; return what this rank said of it, and that it may still take part."""
+    dist.init_process_group("gloo")
+    communication = Communication(rank=dist.get_rank(), world_size=dist.get_world_size())
+    checkpoint = open_checkpoint(ModelConfig(name="hf", source=ModelSource.hf, path=folder), seed=0)
+    network = build_model(checkpoint, dtype=getattr(torch, dtype))
+    config = ShardingConfig(Strategy[strategy], precision=Precision[precision])
+    units = [*network.get_submodule("model.layers").children()]
+    shard(network, config, units=units, ignored=set(), device_type="cpu", world_size=communication.world_size)
+    said = ""
+    try:
+        materialize(
+            network,
+            checkpoint,
+            device=torch.device("cpu"),
+            compute_dtype=precision_policy(config).param_dtype,
+            communication=communication,
+        )
+    except ValueError as error:
+        said = str(error)
+    return {"said": said, "ranks": int(communication.reduce_(torch.tensor(1)))}

@@ -474,3 +474,14 @@ def step_of_newest(folder: Path) -> int:
     assert found.path.name == f"step-{step:08d}"
     assert (state["weight"] == step).all()
     return step
+
+
+@pytest.mark.parametrize(("name", "value"), [("rotation", torch.nan), ("weight", torch.inf), ("master", -torch.inf)])
+def test_numbers_that_are_not_finite_are_not_resumed_from(tmp_path: Path, name: str, value: float) -> None:
+    state = tensors(1.0)
+    held = state[name]
+    (held.tensors[1] if isinstance(held, Pieces) else held).view(-1)[-1] = value
+    path = opened(tmp_path).save(1, state, facts={})
+    found = "nan" if value != value else "inf"
+    with pytest.raises(ValueError, match=rf"^resume={path}: {name} holds {found}; name another checkpoint, or resume="):
+        load(path, tensors(2.0), communication=Communication())

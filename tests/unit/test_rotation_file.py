@@ -135,8 +135,13 @@ UNFIT = {
     "of another shape": (change(R1=torch.eye(16)), ["R1 is [16, 16] instead of [24, 24]"]),
     "not square": (change(R1=torch.zeros(24, 8)), ["R1 is [24, 8] instead of [24, 24]"]),
     "not orthogonal": (change(R2_0=torch.eye(8) * 1.01), ["R2_0 is not orthogonal (max|R Rᵀ − I| = 2.0e-02"]),
-    "not finite": (change(R2_0=torch.full((8, 8), torch.nan)), ["R2_0 is not orthogonal", "nan"]),
-    "of whole numbers": (change(R2_0=torch.eye(8, dtype=torch.int64)), ["R2_0 is int64, not floating-point"]),
+    "not finite": (change(R2_0=torch.full((8, 8), torch.nan)), ["R2_0 holds nan"]),
+    "infinite": (change(R1=torch.eye(24).index_fill(0, torch.tensor(3), -torch.inf)), ["R1 holds inf"]),
+    "in fp8": (change(R2_0=torch.eye(8).to(torch.float8_e4m3fn)), ["R2_0 is float8_e4m3fn, not one of float64, "]),
+    "of whole numbers": (
+        change(R2_0=torch.eye(8, dtype=torch.int64)),
+        ["R2_0 is int64, not one of float64, float32, bfloat16, float16"],
+    ),
     "several": (change(R1=torch.eye(2), R2_0=torch.zeros(8, 8), R2_10=None), ["R2_10 is missing; R1 is", "; R2_0 is"]),
 }
 

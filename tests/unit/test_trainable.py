@@ -421,6 +421,17 @@ def test_a_file_of_other_weights_is_refused_and_nothing_read(
     assert all(torch.equal(value, before[key]) for key, value in model.network.state_dict().items())
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_trained_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    spoiled = torch.ones(48)
+    spoiled[7] = value
+    model = make("llama", Trainable.rotations_and_norms)
+    file = saved(model, tmp_path / "weights.safetensors", **{NORM: spoiled})
+    named = "nan" if value != value else "inf"
+    with pytest.raises(ValueError, match=rf"run=.*weights\.safetensors: model\.norm\.weight holds {named}; restore "):
+        load_trained(model, file)
+
+
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     model = make("llama", Trainable.rotations_and_norms)
     (tmp_path / "weights.safetensors").write_bytes(b"no tensors")
