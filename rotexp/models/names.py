@@ -79,11 +79,12 @@ def plain_names(
     fits = {prefix: _without(prefix, names) for prefix in _prefixes(embedding, names, base=base, nested=nested)}
     found = {prefix: _num_found(expected, fit, base=base, nested=nested) for prefix, fit in fits.items()}
     best = [prefix for prefix, count in found.items() if count == max(found.values())]
-    if len({prefix for prefix in best if not any(prefix.startswith(other) for other in best if other != prefix)}) > 1:
+    outermost = [prefix for prefix in best if not any(prefix.startswith(other) for other in best if other != prefix)]
+    if len(outermost) > 1:
         raise ValueError(
-            f"model.path={identity}: holds several models, whose names begin with {few(best)}; keep one of them"
+            f"model.path={identity}: holds several models, whose names begin with {few(outermost)}; keep one of them"
         )
-    return fits[min(best, key=len)] if best else names
+    return fits[outermost[0]] if outermost else names
 
 
 def find_sources(
