@@ -1,11 +1,14 @@
 """A run's two texts, and where they come from if not from the user's files: CPython's own prose, or WikiText-2."""
 
 import ast
+import gc
 import hashlib
 import importlib
 import inspect
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +32,8 @@ EXCLUDED_FOLDERS = frozenset(
 EVALUATION_SHARE = 10
 # Shorter repeated paragraphs ("Example:", "pass") belong to the flow of the text around them.
 REPEATED_PARAGRAPH_LENGTH = 80
+# What may hold a statement.
+_BRANCHES = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 @dataclass(frozen=True)
@@ -110,13 +115,33 @@ def _module_documents() -> dict[str, str]:
     root = Path(sysconfig.get_path("stdlib"))
     documents: dict[str, str] = {}
     seen: set[str] = set()
-    for file in sorted(root.rglob("*.py")):
-        relative = file.relative_to(root)
-        if EXCLUDED_FOLDERS.isdisjoint(relative.parts):
+    with _without_collector():
+        for file in _source_files(root):
             docstrings = [text for text in dict.fromkeys(_docstrings(file)) if text not in seen]
             seen.update(docstrings)
-            documents[f"module:{'.'.join(relative.with_suffix('').parts)}"] = "\n\n".join(docstrings)
+            documents[f"module:{'.'.join(file.relative_to(root).with_suffix('').parts)}"] = "\n\n".join(docstrings)
     return {name: text for name, text in documents.items() if text}
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Pause the collector of cycles: syntax trees have none, and it would go through all of torch for each of them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _source_files(root: Path) -> list[Path]:
+    """The Python files below a folder, sorted, but for those in excluded folders."""
+    found = []
+    for folder, inside, files in os.walk(root):
+        inside[:] = set(inside) - EXCLUDED_FOLDERS  # by which os.walk leaves them out
+        found += [Path(folder, file) for file in files if file.endswith(".py")]
+    return sorted(found)
 
 
 def _docstrings(file: Path) -> Iterator[str]:
@@ -125,11 +150,19 @@ def _docstrings(file: Path) -> Iterator[str]:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node, clean=True)
             if docstring:
                 yield docstring
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """The tree and its statements in the order of `ast.walk`, without their expressions, which hold no docstrings."""
+    level = [tree]
+    while level:
+        yield from level
+        level = [child for node in level for child in ast.iter_child_nodes(node) if isinstance(child, _BRANCHES)]
 
 
 def _is_held_out(name: str) -> bool:

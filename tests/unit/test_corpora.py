@@ -1,5 +1,7 @@
 """The corpora: disjoint, stable, prose only; and a hub that does not answer is said in one line."""
 
+import ast
+import gc
 import hashlib
 import subprocess
 import sys
@@ -9,6 +11,8 @@ import pytest
 
 from rotexp.data import corpora
 from rotexp.data.corpora import Corpus, builtin_corpus, cut_to, text_digest, wikitext2_corpus
+
+DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +87,61 @@ def test_builtin_reads_module_class_and_function_docstrings_and_cleans_them(stdl
     )
     text = both(builtin_corpus())
     assert text.strip() == "Of the module.\n\nOf the class.\n\nLevel.\n    Deeper.\n\nOf the coroutine."
+
+
+NESTED = """
+'1'
+def outer():
+    '2'
+    def inner():
+        '3'
+if True:
+    def branch():
+        '4'
+else:
+    class Other:
+        '5'
+        def method():
+            '8'
+try:
+    with open('file') as file, open(lambda: 'no docstring'):
+        for line in file:
+            def innermost():
+                '11'
+except OSError:
+    def handler():
+        '9'
+else:
+    def without():
+        '6'
+finally:
+    def last():
+        '7'
+match 1:
+    case 1 if True:
+        async def case():
+            '10'
+"""
+"""Functions in every kind of statement that may hold some, numbered level by level."""
+
+
+def test_builtin_reads_docstrings_in_the_order_of_the_syntax_tree(stdlib: Path) -> None:
+    (stdlib / "module.py").write_text(NESTED)
+    walked = [node for node in ast.walk(ast.parse(NESTED)) if isinstance(node, ast.Module | DEFINITIONS)]
+    expected = [ast.get_docstring(node) for node in walked]
+    assert expected == [str(1 + number) for number in range(11)]
+    assert both(builtin_corpus()).split() == expected
+
+
+def test_builtin_puts_the_collector_of_cycles_back(stdlib: Path) -> None:
+    builtin_corpus()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        builtin_corpus()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_builtin_leaves_out_tests_vendored_packages_and_files_that_do_not_parse(stdlib: Path) -> None:
