@@ -1,17 +1,26 @@
-"""Run a function on several gloo ranks of this machine, and collect what each returned."""
+"""Run a function on several gloo ranks of this machine, and collect what each returned.
+
+A rank is a process of its own. Most of what a short world costs are imports, so ranks are forked from processes that
+have imported what they need and done nothing else: one a place in the world, with a hash seed and threads of its own.
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
+import select
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 240
+PATH = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 
 def run_world(function: Callable[..., Any], *arguments: Any, world_size: int, folder: Path) -> list[Any]:
@@ -22,24 +31,68 @@ def run_world(function: Callable[..., Any], *arguments: Any, world_size: int, fo
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    request = folder / "request.pickle"
-    request.write_bytes(pickle.dumps((function.__module__, function.__name__, arguments)))
-    processes = [_start(request, rank, world_size, port) for rank in range(world_size)]
-    outputs = []
+    until = time.monotonic() + TIMEOUT_SECONDS
+    places = [_place(rank) for rank in range(world_size)]
     try:
-        for process in processes:
-            outputs.append(process.communicate(timeout=TIMEOUT_SECONDS)[0])
+        for rank, place in enumerate(places):
+            variables = os.environ | _variables(rank, world_size, port)
+            place.start((function.__module__, function.__name__, arguments, folder, variables))
+        codes = [place.wait(until - time.monotonic()) for place in places]
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    codes = [process.returncode for process in processes]
-    assert codes == [0] * world_size, "\n".join(f"rank {rank}: {text[-3000:]}" for rank, text in enumerate(outputs))
+        if any(place.busy for place in places):
+            for place in places:
+                place.kill()
+            _place.cache_clear()
+    outputs = [(folder / f"output-{rank}.txt").read_text()[-3000:] for rank in range(world_size)]
+    assert codes == [0] * world_size, "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(outputs))
     return [pickle.loads((folder / f"result-{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
 
-def _start(request: Path, rank: int, world_size: int, port: int) -> subprocess.Popen[str]:
-    environment = os.environ | {
+class Place:
+    """The process from which the ranks of one place in the world are forked, one after another.
+
+    Attributes:
+        busy: a rank was started whose end is not known.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.busy = False
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            env=os.environ | {"OMP_NUM_THREADS": str(1 + rank % 2), "PYTHONPATH": os.pathsep.join(PATH)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def start(self, request: tuple[Any, ...]) -> None:
+        """Fork a rank."""
+        self.busy = True
+        assert self._process.stdin is not None
+        pickle.dump(request, self._process.stdin)
+        self._process.stdin.flush()
+
+    def wait(self, seconds: float) -> int:
+        """Return the rank's exit code, negative if a signal ended it."""
+        answer = self._process.stdout
+        assert answer is not None
+        if not select.select([answer], [], [], max(seconds, 0.0))[0]:
+            raise TimeoutError(f"a rank has not ended in {TIMEOUT_SECONDS} s")
+        code = int(answer.readline())
+        self.busy = False
+        return code
+
+    def kill(self) -> None:
+        """End the process and the rank that it may have."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
+_place = cache(Place)
+
+
+def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -47,30 +100,58 @@ def _start(request: Path, rank: int, world_size: int, port: int) -> subprocess.P
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(1 + rank % 2),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])]),
     }
-    return subprocess.Popen(
-        [sys.executable, __file__, str(request)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
-def _serve(request: Path) -> None:
+def _fork_ranks() -> None:
+    """Import what ranks need; then fork one for every request, until there are no more."""
+    import gc
+
+    import rotexp.command_line
+    import rotexp.experiment
+    import rotexp.launch.rank  # noqa: F401
+
+    gc.freeze()
+    while True:
+        try:
+            request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        child = os.fork()
+        if child == 0:
+            _be_rank(*request)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def _be_rank(module: str, name: str, arguments: tuple[Any, ...], folder: Path, variables: dict[str, str]) -> None:
     import importlib
+    import traceback
 
-    module, name, arguments = pickle.loads(request.read_bytes())
+    import numpy as np
     import torch.distributed as dist
 
-    result = getattr(importlib.import_module(module), name)(*arguments)
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-    (request.parent / f"result-{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(result))
-    os._exit(0)  # a finalizing interpreter ends the group's threads in the middle of C++, which aborts (Python < 3.14)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    output = os.open(folder / f"output-{variables['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    np.random.seed()  # as a process of its own would begin
+    code = 1
+    try:
+        result = getattr(importlib.import_module(module), name)(*arguments)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        (folder / f"result-{variables['RANK']}.pickle").write_bytes(pickle.dumps(result))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A finalizing interpreter ends the group's threads in the middle of C++, which aborts (Python < 3.14).
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]))
+    _fork_ranks()
