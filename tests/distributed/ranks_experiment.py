@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import typing
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+TEXT = ["data=text", f"data.calibration={typing.__file__}", f"data.evaluation={ast.__file__}"]
+"""Of every rank by itself: two modules of the standard library are read far sooner than all of its prose."""
+
 SMALL = [
+    *TEXT,
     "data.sequence_length=32",
     "data.global_batch_size=8",
     "evaluation.window=32",

@@ -15,11 +15,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 240
+IMPORTED = (
+    "rotexp.command_line",
+    "rotexp.experiment",
+    "rotexp.launch.rank",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "datasets",  # which Accelerate's data loader looks for
+)
 PATH = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 
@@ -106,11 +116,11 @@ def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 def _fork_ranks() -> None:
     """Import what ranks need; then fork one for every request, until there are no more."""
     import gc
+    import importlib
 
-    import rotexp.command_line
-    import rotexp.experiment
-    import rotexp.launch.rank  # noqa: F401
-
+    for module in IMPORTED:
+        with suppress(ImportError):  # of an extra that is not installed, or of what the rank is to fail by
+            importlib.import_module(module)
     gc.freeze()
     while True:
         try:
