@@ -17,6 +17,7 @@ def own_environment() -> None:
         del os.environ[name]
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that wait would take the cores from ranks that work
     torch.set_num_threads(1)
 
 
