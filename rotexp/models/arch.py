@@ -7,7 +7,7 @@ spec serves every model with that structure, dense or not: names that a layer do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -233,12 +233,15 @@ EXPERT_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")
 def find_spec(model: nn.Module) -> ArchSpec:
     """Return the family of a Hugging Face causal model, by its config's `model_type` or else by its structure.
 
+    A flag of its config can give a model the structure of another family than its `model_type` has by default.
+
     Raises:
-        ValueError: no family has this structure, or a parameter of the model is not accounted for; it is named.
+        ValueError: no family has this structure, or a module or parameter of the model is not accounted for; it is
+            named.
     """
     kind = model_type(model)
     declared = [spec for spec in FAMILIES if kind in spec.model_types]
-    candidates = declared or [spec for spec in FAMILIES if _has_structure(model, spec)]
+    candidates = declared + [spec for spec in FAMILIES if spec not in declared and _has_structure(model, spec)]
     if not candidates:
         known = sorted(name for spec in FAMILIES for name in spec.model_types)
         raise ValueError(
@@ -246,10 +249,13 @@ def find_spec(model: nn.Module) -> ArchSpec:
             f"supported: {', '.join(known)}"
         )
     _check_experts(model, candidates[0])
-    gaps = [check_coverage(model, spec) for spec in candidates]
+    fitting = [spec for spec in candidates if not check_structure(model, spec)]
+    if not fitting:
+        raise ValueError(f"model_type={kind}: {check_structure(model, candidates[0])[0]}")
+    gaps = [check_coverage(model, spec) for spec in fitting]
     if all(gaps):
         raise ValueError(f"model_type={kind}: {min(gaps, key=len)[0]}")
-    return candidates[gaps.index([])]
+    return fitting[gaps.index([])]
 
 
 def _check_experts(model: nn.Module, spec: ArchSpec) -> None:
@@ -332,6 +338,32 @@ def present(layer: nn.Module, names: Iterable[str]) -> list[str]:
     """Return those of `names` that this layer has (dense and sparse layers of one model differ)."""
     modules = dict(layer.named_modules())
     return [name for name in dict.fromkeys(names) if name and name in modules]
+
+
+def check_structure(model: nn.Module, spec: ArchSpec) -> list[str]:
+    """Return a complaint for each module without which a layer of the model is not what the spec says."""
+    return [
+        f"{spec.layers}.{index}.{complaint}, so it has not the structure of {spec.model_types[0]}"
+        for index, layer in enumerate(decoder_layers(model, spec))
+        for complaint in _layer_gaps(layer, spec)
+    ]
+
+
+def _layer_gaps(layer: nn.Module, spec: ArchSpec) -> Iterator[str]:
+    """Yield what a layer lacks: parts of its attention, a norm before each reader and a reader behind each norm."""
+    modules = dict(layer.named_modules())
+    for name in (spec.attention, spec.value, spec.output, *spec.post_norms):
+        if name not in modules:
+            yield f"{name} is missing"
+    last = [name for name in (*spec.down, spec.experts) if name]
+    if not any(name in modules for name in last):
+        yield f"{' or '.join(last)} is missing"
+    for norm, names in spec.norms.items():
+        readers = [name for name in names if name in modules]
+        if norm and readers and norm not in modules:
+            yield f"{norm} is missing before {', '.join(readers)}"
+        if norm in modules and not readers:
+            yield f"{norm or 'the residual stream'} is read by none of {', '.join(names)}"
 
 
 def check_coverage(model: nn.Module, spec: ArchSpec) -> list[str]:

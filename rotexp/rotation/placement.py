@@ -31,6 +31,7 @@ from rotexp.rotation.mode import Mode
 from rotexp.rotation.model import RotatedModel, check_width, draw_start
 from rotexp.rotation.norms import norm_kinds, norm_readers
 from rotexp.rotation.shared_input import SharedInput
+from rotexp.rotation.trial import Trial
 
 BANK = "rotation_bank"
 """The name under which a model registers its bank."""
@@ -47,8 +48,18 @@ def place(model: nn.Module, spec: ArchSpec, rotation: RotationConfig, quant: Qua
         ValueError: a rotation that was asked for cannot exist in this model, a Hadamard matrix has no such order, or a
             module that would have to be rotated is of an unknown class.
     """
+    return _place(model, spec, rotation, quant, seed=seed, trial=Trial(model, spec, _place_untried))
+
+
+def _place_untried(model: nn.Module, spec: ArchSpec, rotation: RotationConfig) -> RotatedModel:
+    return _place(model, spec, rotation, QuantConfig(), seed=0, trial=None)
+
+
+def _place(
+    model: nn.Module, spec: ArchSpec, rotation: RotationConfig, quant: QuantConfig, *, seed: int, trial: Trial | None
+) -> RotatedModel:
     placed = RotatedModel(model, spec, RotationBank(), Mode())
-    _Placer(placed, rotation, quant, seed=seed).run()
+    _Placer(placed, rotation, quant, seed=seed, trial=trial).run()
     model.register_module(BANK, placed.bank)
     return placed
 
@@ -56,7 +67,15 @@ def place(model: nn.Module, spec: ArchSpec, rotation: RotationConfig, quant: Qua
 class _Placer:
     """Carries out one placement."""
 
-    def __init__(self, placed: RotatedModel, rotation: RotationConfig, quant: QuantConfig, *, seed: int) -> None:
+    def __init__(
+        self,
+        placed: RotatedModel,
+        rotation: RotationConfig,
+        quant: QuantConfig,
+        *,
+        seed: int,
+        trial: Trial | None,
+    ) -> None:
         self.placed = placed
         self.model = placed.network
         self.spec = placed.spec
@@ -64,6 +83,7 @@ class _Placer:
         self.rotation = rotation
         self.quant = quant
         self.seed = seed
+        self.trial = trial
         self.value_rows = self.spec.value_rows(self.config)
 
     def run(self) -> None:
@@ -87,6 +107,19 @@ class _Placer:
             raise ValueError(f"{refusal}; {remedies}") from None
         return self.placed.bank.add(name, nn.Parameter(matrix, requires_grad=self.rotation.learned))
 
+    def _found(self, key: str) -> str | None:
+        """Return what stands in the way of a rotation on a miniature of the model; note where there is none to try."""
+        if self.trial is None:
+            return None
+        found = self.trial.find(key)
+        if found.untried is not None:
+            self._warn(f"whether {key.upper()} changes the model was not tried beforehand: {found.untried}")
+        return found.obstacle
+
+    def _warn(self, warning: str) -> None:
+        if warning not in self.placed.warnings:
+            self.placed.warnings.append(warning)
+
     def _wanted(self, key: str, obstacle: str | None) -> bool:
         """Return whether to place a rotation that was not switched off; note the obstacle if that is why not.
 
@@ -98,16 +131,14 @@ class _Placer:
         if getattr(self.rotation, key):
             remedy = "" if "; set " in obstacle else f"; set rotation.{key}=false"
             raise ValueError(f"rotation.{key}=true: cannot act: {obstacle}{remedy}")
-        warning = f"{key.upper()} is left out: {obstacle}"
-        if warning not in self.placed.warnings:
-            self.placed.warnings.append(warning)
+        self._warn(f"{key.upper()} is left out: {obstacle}")
         return False
 
     def _residual(self) -> Rotation | None:
         if self.rotation.r1 is False:
             return None
         hidden, size = self.config.hidden_size, self.rotation.block_size
-        obstacle = r1_obstacle(self.model, self.spec) or self._norm_obstacle()
+        obstacle = r1_obstacle(self.model, self.spec) or self._norm_obstacle() or self._found("r1")
         if not self._wanted("r1", obstacle):
             return None
         if is_tied(self.model):
@@ -141,7 +172,7 @@ class _Placer:
                     self.placed.added.add(f"{names[reader]}.bias")
 
     def _head(self, index: int) -> Rotation | None:
-        if self.rotation.r2 is False:
+        if self.rotation.r2 is False or not self._wanted("r2", self._found("r2")):
             return None
         width = head_dim(self.config)
         where = f"values and output of {self.spec.layers}.{index}.{self.spec.attention}"
@@ -222,7 +253,7 @@ class _Placer:
         obstacle = hadamard_obstacle(size)
         if obstacle:
             obstacle += f"; set rotation.r4=false{self._fitting_block()}"
-        if not self._wanted("r4", obstacle):
+        if not self._wanted("r4", obstacle or self._found("r4")):
             return None
         self.placed.online["R4" if self.placed.online.get("R4", size) == size else f"R4_{size}"] = size
         return HadamardTransform(size, blocks=width // size)
@@ -254,7 +285,8 @@ class _Placer:
         """Put R3 and the quantization of keys and values into the attention."""
         width, obstacle = head_dim(self.config), cache_obstacle(self.model)
         rotation = None
-        if self.rotation.r3 is not False and self._wanted("r3", obstacle or hadamard_obstacle(width)):
+        no_rotation = obstacle or hadamard_obstacle(width)
+        if self.rotation.r3 is not False and self._wanted("r3", no_rotation or self._found("r3")):
             rotation = HadamardTransform(width)
         if self.quant.kv.enabled and obstacle:
             raise ValueError(f"quant.kv.bits={self.quant.kv.bits}: cannot act: {obstacle}; choose a quant without kv")

@@ -1,0 +1,226 @@
+"""Try each rotation on a miniature of a model before any weight is read: a structure is judged by what it computes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rotexp.config import RotationConfig, RotationInit
+from rotexp.models.arch import ArchSpec, decoder_layers, model_type
+from rotexp.rotation.invariance import Trace, relative_error, trace
+from rotexp.rotation.merge import prepare
+from rotexp.rotation.miniature import SIZES, build_miniature, classes_of, first_layers, make_louder, small_config
+from rotexp.rotation.model import RotatedModel
+
+LIMIT = 1e-6
+"""Largest error of a right rotation, relative to the largest logit or activation; in float64 it is about 1e-15."""
+
+LOUDNESS = (1.0, 1e6)
+"""Factors of what a rotation turns; the second lets limits act that rarely do."""
+
+BETWEEN = {
+    "r1": "what writes to the residual stream and what reads it",
+    "r2": "values and output",
+    "r3": "rotary positions and the product of queries and keys",
+    "r4": "the MLP's product and its down projection",
+}
+"""What each rotation acts between."""
+
+Placing = Callable[[nn.Module, ArchSpec, RotationConfig], RotatedModel]
+UNBUILDABLE = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    RuntimeError,
+    ImportError,
+    ArithmeticError,
+    AssertionError,
+)
+"""What building or running a model of whose config nothing is known may raise."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a trial depends on, compared by its content.
+
+    Attributes:
+        text: the config, the spec, and the classes of the modules.
+        num_layers: how many layers have one of each kind.
+    """
+
+    model_class: type
+    text: str
+    num_layers: int
+    config: Any = field(compare=False)
+    spec: ArchSpec = field(compare=False)
+    classes: dict[str, type[nn.Module]] = field(compare=False)
+    placing: Placing = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a trial found: an obstacle, or why none could be looked for."""
+
+    obstacle: str | None = None
+    untried: str | None = None
+
+
+class Trial:
+    """The trials of one model; taken before anything is placed in it.
+
+    Args:
+        placing: places what a `RotationConfig` asks for, without a trial.
+    """
+
+    def __init__(self, model: nn.Module, spec: ArchSpec, placing: Placing) -> None:
+        config: Any = model.config
+        num_layers = first_layers(model, spec)
+        classes = classes_of(model, spec, num_layers=num_layers)
+        text = json.dumps([config.to_dict(), repr(spec), list(classes.items())], default=str, sort_keys=True)
+        self.prefix = f"model_type={model_type(model)}"
+        self.described = Described(type(model), text, num_layers, copy.deepcopy(config), spec, classes, placing)
+
+    def find(self, key: str) -> Finding:
+        """Try one rotation (`r1` to `r4`), once in a process for each config; a message names the model's type."""
+        found = _tried(self.described, key)
+        texts = (None if text is None else f"{self.prefix}: {text}" for text in (found.obstacle, found.untried))
+        return Finding(*texts)
+
+
+@lru_cache(maxsize=256)
+def _tried(described: Described, key: str) -> Finding:
+    with _one_thread():
+        try:
+            config = small_config(described.config, described.spec, num_layers=described.num_layers)
+            fault = _fault(described, config, key)
+        except UNBUILDABLE as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            return Finding(untried=f"no miniature of it could be run ({reason})")
+        flag = None if fault is None else next(_flags(described, config, key), None)
+    if fault is None:
+        return Finding()
+    error = f"on random weights {key.upper()} changes what it computes by {fault.error:.1e} relative, limit {LIMIT:.0e}"
+    return Finding(f"{flag or fault.place} stands between {BETWEEN[key]} ({error})")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute in one thread: where the cores are busy, threads of operations so small wait for each other for seconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """Where a rotation changed what a model computes, and by how much."""
+
+    place: str
+    error: float
+
+
+def _fault(described: Described, config: Any, key: str) -> _Fault | None:
+    """Return what is wrong with a rotated miniature, or None.
+
+    Raises:
+        ValueError: it does not stand for the model, or computes nothing finite.
+    """
+    original = build_miniature(config, seed=0)
+    _require_alike(described, original)
+    for factor in LOUDNESS:
+        make_louder(original, described.spec, key, factor=factor)
+        fault = _compare(original, described, key)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _require_alike(described: Described, miniature: nn.Module) -> None:
+    classes = classes_of(miniature, described.spec, num_layers=described.num_layers)
+    for name in classes | described.classes:
+        found, built = (each.get(name) for each in (described.classes, classes))
+        if found is not built:
+            kinds = [getattr(kind, "__name__", "nothing") for kind in (found, built)]
+            raise ValueError(f"{name or 'the model'} is {kinds[0]} where its config builds {kinds[1]}")
+
+
+@torch.no_grad()
+def _compare(original: Any, described: Described, key: str) -> _Fault | None:
+    token_ids = _token_ids(original.config.vocab_size)
+    off: dict[str, Any] = dict.fromkeys(BETWEEN, False)
+    rotation = RotationConfig("trial", **off | {key: None}, init=RotationInit.random, learned=False)
+    placed = described.placing(copy.deepcopy(original), described.spec, rotation)
+    for _, matrix in placed.bank.items():
+        matrix.data = torch.linalg.qr(matrix.double())[0].contiguous()
+    with _Widened():
+        prepare(placed)
+        before = trace(dataclasses.replace(placed, network=original), token_ids, rotate=False)
+        after = trace(placed, token_ids, rotate=True)
+    return _first_fault(before, after, original, described.spec)
+
+
+def _first_fault(before: Trace, after: Trace, model: nn.Module, spec: ArchSpec) -> _Fault | None:
+    if not all(values.isfinite().all() for values in (before.logits, *before.layers)):
+        raise ValueError("it computes nothing finite")
+    layers = decoder_layers(model, spec)
+    for index, (layer, *pair) in enumerate(zip(layers, before.layers, after.layers, strict=True)):
+        error = relative_error(*pair)
+        if not error <= LIMIT:
+            return _Fault(f"{spec.layers}.{index} ({type(layer).__name__})", error)
+    error = relative_error(before.logits, after.logits)
+    return None if error <= LIMIT else _Fault("what follows the last layer", error)
+
+
+def _token_ids(vocabulary: int) -> Tensor:
+    return torch.randint(vocabulary, (2, 8), generator=torch.Generator().manual_seed(2))
+
+
+class _Widened(TorchFunctionMode):
+    """Computes in float64 what a model's code computes in float32 (norms, softmax), so that no rounding hides a fault."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call with float64 in place of float32."""
+        wide = [torch.float64 if each is torch.float32 else each for each in args]
+        named = {name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()}
+        return (Tensor.double if func is Tensor.float else func)(*wide, **named)
+
+
+def _flags(described: Described, small: Any, key: str) -> Iterator[str]:
+    """Yield each flag of the config without which the rotation would change nothing."""
+    for name, value in _alternatives(described.config):
+        config = copy.deepcopy(small)
+        setattr(config, name, value)
+        try:
+            fault = _fault(described, config, key)
+        except UNBUILDABLE:
+            continue
+        if fault is None:
+            yield f"{name}={getattr(described.config, name)}"
+
+
+def _alternatives(config: Any) -> Iterator[tuple[str, object]]:
+    """Yield another value for each simple setting of a config: its default, or a switch's other value."""
+    for setting in dataclasses.fields(config):
+        value, default = getattr(config, setting.name), setting.default
+        simple = all(isinstance(each, (bool, int, float, str, type(None))) for each in (value, default))
+        if setting.name in SIZES or not simple:
+            continue
+        if value != default:
+            yield setting.name, default
+        elif isinstance(value, bool):
+            yield setting.name, not value
