@@ -249,6 +249,7 @@ def find_spec(model: nn.Module) -> ArchSpec:
             f"supported: {', '.join(known)}"
         )
     _check_experts(model, candidates[0])
+    _check_sizes(model)
     fitting = [spec for spec in candidates if not check_structure(model, spec)]
     if not fitting:
         raise ValueError(f"model_type={kind}: {check_structure(model, candidates[0])[0]}")
@@ -264,6 +265,19 @@ def _check_experts(model: nn.Module, spec: ArchSpec) -> None:
     sparse = any(present(layer, [spec.experts or ""]) for layer in decoder_layers(model, spec))
     if sparse and kind not in EXPERT_TYPES:
         raise ValueError(f"model_type={kind}: these experts are not supported; supported: {', '.join(EXPERT_TYPES)}")
+
+
+def _check_sizes(model: nn.Module) -> None:
+    """Refuse a model whose layers differ in the width of the stream or of heads."""
+    config, kind = _config(model), model_type(model)
+    for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError as error:  # transformers' own kind, where a config holds one for each layer
+            reason = str(error).partition(". ")[0]
+            raise ValueError(f"model_type={kind}: {reason}; such models are not supported") from None
+        if not isinstance(value, (int, type(None))):
+            raise ValueError(f"model_type={kind}: {name}={value}: such models are not supported; it must be one number")
 
 
 def _config(model: Any) -> Any:
@@ -432,11 +446,11 @@ def _r1_obstacle(model: nn.Module, spec: ArchSpec) -> str | None:
     config = _config(model)
     for attribute, value, reason in spec.obstacles:
         if getattr(config, attribute, None) == value:
-            return reason
+            return f"{attribute}={value}: {reason}"
     if spec.post_norms:
         return f"{' and '.join(spec.post_norms)} have a gain between a writer and the residual stream"
     if spec.final_norm is None or _child(model, spec.final_norm) is None:
-        return "its head reads the residual stream without a norm"
+        return f"{spec.final_norm or 'a last norm'} is missing: its head reads the residual stream without one"
     width = model.get_parameter(f"{embedding_name(model)}.weight").shape[1]
     if width != config.hidden_size:
         return f"its embeddings are {width} wide and its residual stream {config.hidden_size}"

@@ -1,4 +1,4 @@
-"""A model's structure with few layers, heads and channels, every parameter random, small enough to be run on the host."""
+"""A model of another's config with few layers, heads and channels, every parameter random, to be run on the host."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from rotexp.models.structure import build_network
 MOST_PARAMETERS = 2**24
 """A miniature with more was not made small by what is known of its config."""
 
-VOCABULARY, INNER, EXPERTS, CHOSEN = 64, 64, 4, 2
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "intermediate_size": INNER,
-    "ffn_dim": INNER,
-    "n_inner": INNER,
-    "moe_intermediate_size": INNER // 2,
-    "shared_expert_intermediate_size": INNER // 2,
-    "num_local_experts": EXPERTS,
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": CHOSEN,
-    "word_embed_proj_dim": INNER,
+POSITIONS = VOCABULARY = 64
+EXPERTS, CHOSEN = 4, 2
+INNER = {
+    "intermediate_size": 64,
+    "ffn_dim": 64,
+    "n_inner": 64,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
 }
-"""Sizes of a config that say nothing of what its model computes, and the largest that a miniature has."""
+"""Widths inside MLPs by their names in configs; with Hadamard matrices, which a model's own may lack."""
 
-SIZES = {*SMALL, "hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"}
-"""All sizes of which a miniature has its own; the head's width stays."""
+MOST = {"vocab_size": VOCABULARY, "num_local_experts": EXPERTS, "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
+"""Further sizes, and the largest that a miniature has."""
+
+STREAM = ("hidden_size", "word_embed_proj_dim", "num_attention_heads", "num_key_value_heads", "head_dim")
+SIZES = {*INNER, *MOST, *STREAM, "num_hidden_layers"}
+"""What may differ between a model and its miniature (the width of heads does not)."""
 
 
 def first_layers(model: nn.Module, spec: ArchSpec) -> int:
@@ -55,30 +55,36 @@ def _traits(module: nn.Module) -> Iterator[object]:
 
 
 def small_config(config: Any, spec: ArchSpec, *, num_layers: int) -> Any:
-    """Return a copy of a Hugging Face config with small sizes; heads keep their width, and so their positions' options."""
-    small, layers = copy.deepcopy(config), config.num_hidden_layers
-    for name, size in SMALL.items():
-        if isinstance(getattr(config, name, None), int):
-            setattr(small, name, min(getattr(config, name), size))
-    width, heads = head_dim(config), config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    small.num_attention_heads = min(heads, 4 if 1 < groups < heads else 2)
-    if hasattr(config, "num_key_value_heads"):
-        small.num_key_value_heads = min(groups, 2)
-    square = config.hidden_size == heads * width
-    hidden = small.num_attention_heads * width
-    small.hidden_size = min(config.hidden_size, hidden if square else 3 * hidden // 2)
-    if getattr(config, "word_embed_proj_dim", None) == config.hidden_size:
-        small.word_embed_proj_dim = small.hidden_size
+    """Return a copy of a Hugging Face config with small sizes; heads keep their width, and so what depends on it."""
+    small = copy.deepcopy(config)
+    sizes = {name: size for name, size in INNER.items() if hasattr(config, name)}
+    sizes |= {name: min(getattr(config, name), most) for name, most in MOST.items() if hasattr(config, name)}
+    sizes |= _stream_sizes(config) | {"num_hidden_layers": num_layers}
     if spec.positions is not None:
-        small.max_position_embeddings = min(config.max_position_embeddings, VOCABULARY)
+        sizes["max_position_embeddings"] = min(config.max_position_embeddings, POSITIONS)
     for name, value in vars(config).items():
-        if isinstance(value, (list, tuple)) and len(value) == layers:
+        if isinstance(value, (list, tuple)) and len(value) == config.num_hidden_layers:
             setattr(small, name, value[:num_layers])
         if name.endswith("_token_id") and isinstance(value, int):
-            setattr(small, name, min(value, small.vocab_size - 1))
-    small.num_hidden_layers = num_layers
+            setattr(small, name, min(value, sizes["vocab_size"] - 1))
+    for name, size in sizes.items():
+        setattr(small, name, size)
     return small
+
+
+def _stream_sizes(config: Any) -> dict[str, int]:
+    """Return few heads, grouped as they are, and a width of the stream that is that of all heads if it was."""
+    width, heads = head_dim(config), config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    few = min(heads, 4 if 1 < groups < heads else 2)
+    hidden = min(config.hidden_size, few * width if config.hidden_size == heads * width else 3 * few * width // 2)
+    sizes = {"hidden_size": hidden, "num_attention_heads": few}
+    if hasattr(config, "num_key_value_heads"):
+        sizes["num_key_value_heads"] = min(groups, 2)
+    if hasattr(config, "word_embed_proj_dim"):
+        narrow = config.word_embed_proj_dim != config.hidden_size
+        sizes["word_embed_proj_dim"] = hidden // 2 if narrow else hidden
+    return sizes
 
 
 def build_miniature(config: Any, *, seed: int) -> Any:

@@ -24,7 +24,9 @@ KEYS = ("r1", "r2", "r3", "r4")
 
 @dataclass(frozen=True)
 class RotationReport:
-    """One rotation: what becomes of it (`placed`, `off`, `left out: …`, `refused: …`), and the orders it has there.
+    """One rotation: what becomes of it (`placed…`, `off`, `left out: …`, `refused: …`), and the orders it has there.
+
+    Where no miniature of the model could be run with it, `placed` is followed by the reason.
 
     Attributes:
         online: whether it stays in the merged model as a transform.
@@ -99,12 +101,13 @@ def _report(checkpoint: Checkpoint, rotation: RotationConfig, key: str, *, seed:
         placed = _place(checkpoint, replace(rotation, **others), QuantConfig(name="none"), seed=seed)
     except ValueError as error:
         return RotationReport(name, f"refused: {error}", online)
-    if placed.warnings:
-        return RotationReport(name, placed.warnings[0].partition(" is ")[2], online)
+    left_out = [text.removeprefix(f"{name} is ") for text in placed.warnings if text.startswith(f"{name} is left out")]
+    if left_out:
+        return RotationReport(name, left_out[0], online)
     orders = {matrix.shape[-1] for _, matrix in placed.bank.items()} | set(placed.online.values())
     ordered = tuple(sorted(orders))
     factors = tuple(hadamard_factors(order) if is_constructible(order) else None for order in ordered)
-    return RotationReport(name, "placed", online, ordered, factors)
+    return RotationReport(name, "; ".join(["placed", *placed.warnings]), online, ordered, factors)
 
 
 def _facts(checkpoint: Checkpoint, placed: RotatedModel) -> dict[str, Any]:

@@ -17,9 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from rotexp.config import RotationConfig, RotationInit
 from rotexp.models.arch import ArchSpec, decoder_layers, model_type
+from rotexp.rotation.bank import RotationBank
 from rotexp.rotation.invariance import Trace, relative_error, trace
 from rotexp.rotation.merge import prepare
 from rotexp.rotation.miniature import SIZES, build_miniature, classes_of, first_layers, make_louder, small_config
+from rotexp.rotation.mode import Mode
 from rotexp.rotation.model import RotatedModel
 
 LIMIT = 1e-6
@@ -111,13 +113,13 @@ def _tried(described: Described, key: str) -> Finding:
         flag = None if fault is None else next(_flags(described, config, key), None)
     if fault is None:
         return Finding()
-    error = f"on random weights {key.upper()} changes what it computes by {fault.error:.1e} relative, limit {LIMIT:.0e}"
-    return Finding(f"{flag or fault.place} stands between {BETWEEN[key]} ({error})")
+    between = f"{flag or f'something in {fault.place}'} stands between {BETWEEN[key]}"
+    return Finding(f"{between}, so {key.upper()} would change what it computes ({fault.change})")
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute in one thread: where the cores are busy, threads of operations so small wait for each other for seconds."""
+    """Compute in one thread: where cores are busy, those of operations so small wait for each other for seconds."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -128,10 +130,10 @@ def _one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Fault:
-    """Where a rotation changed what a model computes, and by how much."""
+    """Where a rotation changed what a model computes, and how much of it."""
 
     place: str
-    error: float
+    change: str
 
 
 def _fault(described: Described, config: Any, key: str) -> _Fault | None:
@@ -161,29 +163,46 @@ def _require_alike(described: Described, miniature: nn.Module) -> None:
 
 @torch.no_grad()
 def _compare(original: Any, described: Described, key: str) -> _Fault | None:
-    token_ids = _token_ids(original.config.vocab_size)
-    off: dict[str, Any] = dict.fromkeys(BETWEEN, False)
-    rotation = RotationConfig("trial", **off | {key: None}, init=RotationInit.random, learned=False)
+    """Return what placing and preparing one rotation does to a miniature.
+
+    Raises:
+        ValueError: the miniature itself computes nothing finite.
+    """
+    spec, token_ids = described.spec, _token_ids(original.config.vocab_size)
+    with _Widened():
+        before = trace(RotatedModel(original, spec, RotationBank(), Mode()), token_ids, rotate=False)
+        if not all(values.isfinite().all() for values in (before.logits, *before.layers)):
+            raise ValueError("it computes nothing finite")
+        try:
+            placed = _placed(original, described, key)
+            after = trace(placed, token_ids, rotate=True)
+        except UNBUILDABLE as error:
+            return _Fault(f"{spec.layers}.0", " ".join(str(error).split()))
+    if placed.rms_norms:
+        before = Trace(before.logits, [output - output.mean(-1, keepdim=True) for output in before.layers])
+    return _first_fault(before, after, original, spec)
+
+
+def _placed(original: nn.Module, described: Described, key: str) -> RotatedModel:
+    """Return a copy with one rotation placed, orthogonal to the last bit of float64, and prepared."""
+    rotations: dict[str, Any] = dict.fromkeys(BETWEEN, False) | {key: True}
+    rotation = RotationConfig("trial", **rotations, init=RotationInit.random, learned=False)
     placed = described.placing(copy.deepcopy(original), described.spec, rotation)
     for _, matrix in placed.bank.items():
         matrix.data = torch.linalg.qr(matrix.double())[0].contiguous()
-    with _Widened():
-        prepare(placed)
-        before = trace(dataclasses.replace(placed, network=original), token_ids, rotate=False)
-        after = trace(placed, token_ids, rotate=True)
-    return _first_fault(before, after, original, described.spec)
+    prepare(placed)
+    return placed
 
 
 def _first_fault(before: Trace, after: Trace, model: nn.Module, spec: ArchSpec) -> _Fault | None:
-    if not all(values.isfinite().all() for values in (before.logits, *before.layers)):
-        raise ValueError("it computes nothing finite")
     layers = decoder_layers(model, spec)
-    for index, (layer, *pair) in enumerate(zip(layers, before.layers, after.layers, strict=True)):
+    places = [f"{spec.layers}.{index} ({type(layer).__name__})" for index, layer in enumerate(layers)]
+    pairs = [*zip(before.layers, after.layers, strict=True), (before.logits, after.logits)]
+    for place, pair in zip([*places, "what follows the last layer"], pairs, strict=True):
         error = relative_error(*pair)
         if not error <= LIMIT:
-            return _Fault(f"{spec.layers}.{index} ({type(layer).__name__})", error)
-    error = relative_error(before.logits, after.logits)
-    return None if error <= LIMIT else _Fault("what follows the last layer", error)
+            return _Fault(place, f"{error:.1e} of it on random weights, limit {LIMIT:.0e}")
+    return None
 
 
 def _token_ids(vocabulary: int) -> Tensor:
@@ -191,13 +210,14 @@ def _token_ids(vocabulary: int) -> Tensor:
 
 
 class _Widened(TorchFunctionMode):
-    """Computes in float64 what a model's code computes in float32 (norms, softmax), so that no rounding hides a fault."""
+    """Computes in float64 what models compute in float32 (norms, softmax), so that no rounding hides a fault."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call with float64 in place of float32."""
         wide = [torch.float64 if each is torch.float32 else each for each in args]
         named = {name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()}
-        return (Tensor.double if func is Tensor.float else func)(*wide, **named)
+        called: Any = Tensor.double if func is Tensor.float else func
+        return called(*wide, **named)
 
 
 def _flags(described: Described, small: Any, key: str) -> Iterator[str]:

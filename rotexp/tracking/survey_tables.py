@@ -35,7 +35,7 @@ def _rotations(reports: Sequence[RotationReport]) -> Table:
 
 
 def _acts(report: RotationReport) -> str:
-    if report.outcome != "placed":
+    if not report.outcome.startswith("placed"):
         return ""
     return "online" if report.online else "merged into weights"
 

@@ -1,4 +1,4 @@
-"""Small Llama models whose every parameter is random, as Hugging Face makes them and rotexp prepares them; threads."""
+"""Small random Llama models, as Hugging Face makes them and rotexp prepares them; threads; the table of flags."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from flags import ROW
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -101,3 +102,15 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the table of models and flags: the error of the rotated logits, or what stands in a rotation's way."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    rows = [report.user_properties for report in reports if report.user_properties[:1]]
+    rows = sorted((row for row in rows if row[0][0] == ROW), key=lambda row: row[0][1])
+    if rows:
+        terminalreporter.section("rotated and original logits, by model and flag")
+    for (_, name), *columns in rows:
+        figures = [f"{key} {value:.0e}" if isinstance(value, float) else f"{key} {value}" for key, value in columns]
+        terminalreporter.write_line(f"{name}: {'; '.join(dict.fromkeys(figures))}")
