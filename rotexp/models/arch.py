@@ -453,5 +453,5 @@ def _r1_obstacle(model: nn.Module, spec: ArchSpec) -> str | None:
         return f"{spec.final_norm or 'a last norm'} is missing: its head reads the residual stream without one"
     width = model.get_parameter(f"{embedding_name(model)}.weight").shape[1]
     if width != config.hidden_size:
-        return f"its embeddings are {width} wide and its residual stream {config.hidden_size}"
+        return f"its embeddings ({embedding_name(model)}) are {width} wide, its residual stream {config.hidden_size}"
     return None

@@ -132,7 +132,9 @@ FAMILIES = {
     ),
     "opt with norms behind": Family("OPTConfig", OPT | {"do_layer_norm_before": False}, "norms stand behind"),
     "opt with narrow embeddings": Family(
-        "OPTConfig", OPT | {"word_embed_proj_dim": 16}, "embeddings are 16 wide and its residual stream 48"
+        "OPTConfig",
+        OPT | {"word_embed_proj_dim": 16},
+        r"embeddings \(model\.decoder\.embed_tokens\) are 16 wide, its residual stream 48",
     ),
     "gpt_neox": Family("GPTNeoXConfig", UNGROUPED | {"rope_parameters": HALF_ROTARY}, "layer"),
     "gpt_neox in sequence": Family(

@@ -155,4 +155,4 @@ def _ropes(now: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for kind, options, turned in [*kinds, *(("default", {}, other) for other in (0.5, 1.0))]:
         value = {"rope_type": kind, "rope_theta": 1e4, "partial_rotary_factor": turned, **options}
         value |= factors if kind == "longrope" else {}
-        yield {layer: value for layer in nested} or value
+        yield dict.fromkeys(nested, value) or value

@@ -220,8 +220,11 @@ def test_a_linear_of_an_unknown_class_is_not_replaced() -> None:
         ("gemma2 with binding caps", "post_attention_layernorm and post_feedforward_layernorm have a gain"),
         ("glm4", "post_self_attn_layernorm and post_mlp_layernorm have a gain"),
         ("olmo2", "post_attention_layernorm and post_feedforward_layernorm have a gain"),
-        ("opt with norms behind", "its norms stand behind the residual additions"),
-        ("opt with narrow embeddings", "its embeddings are 16 wide and its residual stream 48"),
+        ("opt with norms behind", "do_layer_norm_before=False: its norms stand behind the residual additions"),
+        (
+            "opt with narrow embeddings",
+            "its embeddings (model.decoder.embed_tokens) are 16 wide, its residual stream 48",
+        ),
     ],
 )
 def test_the_spec_says_why_no_rotation_acts_on_a_residual_stream(name: str, obstacle: str | None) -> None:
@@ -235,7 +238,8 @@ def test_a_head_that_reads_the_stream_without_a_norm_is_an_obstacle() -> None:
     model = build(ON_META["opt"])
     model.model.decoder.final_layer_norm = None
     found = r1_obstacle(model, OPT)
-    assert found == "model_type=opt: its head reads the residual stream without a norm"
+    without = "model.decoder.final_layer_norm is missing: its head reads the residual stream without one"
+    assert found == f"model_type=opt: {without}"
 
 
 def test_embedding_and_head_are_found_whatever_they_are_called() -> None:

@@ -1,0 +1,231 @@
+"""What a rotation cannot pass is found by running a miniature of the model, before any weight is read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import FAMILIES, from_config, logits, make_source, make_token_ids, rotated
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+
+from rotexp.config import QuantConfig, RotationConfig
+from rotexp.models.arch import find_spec
+from rotexp.models.structure import build_network
+from rotexp.rotation import trial
+from rotexp.rotation.invariance import relative_error
+from rotexp.rotation.miniature import first_layers
+from rotexp.rotation.placement import _place_untried, place
+
+Change = Callable[[Tensor, Tensor], Tensor]
+EACH = {"r1": "R1", "r2": "R2"}
+OTHER = {"r1": "r2", "r2": "r1"}
+
+
+def per_channel(x: Tensor) -> Tensor:
+    return torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype)
+
+
+def unchanged(x: Tensor, _other: Tensor) -> Tensor:
+    return x
+
+
+def altered(
+    name: str, *, values: Change = unchanged, attended: Change = unchanged, stream: Change = unchanged, **members: Any
+) -> Any:
+    """Return the config's class of a model that nobody knows, Llama's but for functions without parameters.
+
+    Args:
+        values: of the values (batch, heads, tokens, head_dim) and the queries.
+        attended: of what was attended (batch, tokens, heads, head_dim) and the queries in that layout.
+        stream: of what a layer writes (batch, tokens, hidden) and what it was given.
+        members: of the config's class.
+    """
+
+    class Attention(LlamaAttention):
+        def forward(self, hidden_states: Tensor, **_options: Any) -> Any:
+            projections = (self.q_proj, self.k_proj, self.v_proj)
+            query, key, value = (
+                projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                for projection in projections
+            )
+            value = self.config.change(values, value, query)
+            heads = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            heads = self.config.change(attended, heads.transpose(1, 2), query.transpose(1, 2))
+            return self.o_proj(heads.flatten(2)), None
+
+    class Layer(LlamaDecoderLayer):
+        def __init__(self, config: Any, layer_idx: int) -> None:
+            super().__init__(config, layer_idx)
+            self.self_attn = Attention(config, layer_idx)
+
+        def forward(self, hidden_states: Tensor, **options: Any) -> Any:
+            return self.config.change(stream, super().forward(hidden_states, **options), hidden_states)
+
+    class Model(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
+            for layer in self.model.layers:
+                layer.config = config
+
+    def change(self: Any, function: Change, x: Tensor, other: Tensor) -> Tensor:
+        return function(x, other) if getattr(self, "limit", 1.0) else x
+
+    kind = f"rotexp_trial_{name}".replace(" ", "_")
+    config_class = type("Config", (LlamaConfig,), {"model_type": kind, "change": change, **members})
+    Model.config_class = config_class
+    AutoConfig.register(kind, config_class, exist_ok=True)
+    AutoModelForCausalLM.register(config_class, Model, exist_ok=True)
+    return config_class
+
+
+OBSTACLES: dict[str, tuple[str, dict[str, Change]]] = {
+    "a tanh of the values": ("r2", {"values": lambda v, _: torch.tanh(v)}),
+    "a soft cap of the values": ("r2", {"values": lambda v, _: 50 * torch.tanh(v / 50)}),
+    "a clip that acts rarely": ("r2", {"values": lambda v, _: v.clamp(-1e5, 1e5)}),
+    "a relu": ("r2", {"values": lambda v, _: v.relu()}),
+    "a scale of each channel of the values": ("r2", {"values": lambda v, _: v * per_channel(v)}),
+    "a norm with a gain": ("r2", {"values": lambda v, _: F.rms_norm(v, v.shape[-1:]) * per_channel(v)}),
+    "a gate of each channel": ("r2", {"attended": lambda heads, query: heads * torch.sigmoid(query)}),
+    "a scale of each channel before the output": ("r2", {"attended": lambda heads, _: heads * per_channel(heads)}),
+    "a clip of what is attended": ("r2", {"attended": lambda heads, _: heads.clamp(-300, 300)}),
+    "a tanh of the stream": ("r1", {"stream": lambda x, _: 30 * torch.tanh(x / 30)}),
+    "a clip of the stream that acts rarely": ("r1", {"stream": lambda x, _: x.clamp(-1e4, 1e4)}),
+    "a scale of each channel of the stream": ("r1", {"stream": lambda x, _: x * per_channel(x)}),
+    "a scale of what a layer adds": ("r1", {"stream": lambda x, given: given + (x - given) * per_channel(x)}),
+    "positions that are added": ("r1", {"stream": lambda x, _: x + per_channel(x)}),
+}
+PASSED: dict[str, dict[str, Change]] = {
+    "nothing": {},
+    "a scale of each head": {"attended": lambda heads, _: heads * torch.linspace(1, 2, heads.shape[2])[:, None]},
+    "a gate of each head": {"attended": lambda heads, query: heads * torch.sigmoid(query[..., :1])},
+    "a norm without a gain": {"values": lambda v, _: F.rms_norm(v, v.shape[-1:])},
+    "values twice": {"values": lambda v, _: 2 * v},
+    "a multiplier of what a layer adds": {"stream": lambda x, given: given + 0.3 * (x - given)},
+}
+
+
+def only(key: str, value: bool | None) -> RotationConfig:
+    rotations: dict[str, Any] = {"r1": False, "r2": False} | {key: value}
+    return RotationConfig(**rotations)
+
+
+def source_of(config_class: Any, **flags: Any) -> Any:
+    return from_config(config_class(**FAMILIES["llama"].options | {"num_key_value_heads": 4} | flags))
+
+
+def error_of(source: Any, model: Any) -> float:
+    token_ids = make_token_ids()
+    return relative_error(source(token_ids).logits, logits(model, token_ids))
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_a_function_that_a_rotation_cannot_pass_is_refused_or_left_out_by_its_place(name: str) -> None:
+    key, changes = OBSTACLES[name]
+    source = source_of(altered(name, **changes))
+    kind = source.config.model_type
+    place_ = rf"something in model\.layers\.0 \(Layer\) stands between .* so {EACH[key]} would change what it computes"
+    with pytest.raises(ValueError, match=rf"rotation\.{key}=true: cannot act: model_type={kind}: {place_}") as refused:
+        rotated(source, only(key, True))
+    assert str(refused.value).endswith(f"; set rotation.{key}=false")
+    model = rotated(source, RotationConfig(r4=None))
+    assert [warning.startswith(f"{EACH[key]} is left out: model_type={kind}: ") for warning in model.warnings] == [True]
+    assert {matrix[:2] for matrix, _ in model.bank.items()} == {EACH[OTHER[key]]}
+    assert error_of(source, model) <= 1e-5
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_a_function_that_rotations_pass_is_no_obstacle(name: str) -> None:
+    source = source_of(altered(f"with {name}", **PASSED[name]))
+    model = rotated(source, RotationConfig(r1=True, r2=True, r4=True))
+    assert model.warnings == []
+    assert error_of(source, model) <= 1e-5
+
+
+def test_the_flag_that_makes_the_difference_is_named() -> None:
+    config_class = altered(
+        "flag",
+        values=lambda v, _: v.clamp(-3, 3),
+        stream=lambda x, _: x.clamp(-9, 9),
+        __annotations__={"limit": float | None, "other": int},
+        limit=None,
+        other=1,
+    )
+    for key in ("r1", "r2"):
+        assert rotated(source_of(config_class), only(key, True)).warnings == []
+        with pytest.raises(ValueError, match=r"model_type=rotexp_trial_flag: limit=2\.5 stands between"):
+            rotated(source_of(config_class, limit=2.5, other=4), only(key, True))
+
+
+@pytest.mark.parametrize("limit", [1e-2, 8.0, 5e4])
+def test_olmos_clip_leaves_r2_out_whatever_it_is(limit: float) -> None:
+    source = make_source("olmo", clip_qkv=limit)
+    named = rf"model_type=olmo: clip_qkv={limit} stands between values and output"
+    with pytest.raises(ValueError, match=rf"^rotation\.r2=true: cannot act: {named}, .*; set rotation\.r2=false$"):
+        rotated(source, RotationConfig(r2=True))
+    model = rotated(source, RotationConfig(r4=None))
+    assert [name for name, _ in model.bank.items()] == ["R1"]
+    assert error_of(source, model) <= 1e-5
+
+
+def test_a_module_that_its_config_does_not_build_is_not_judged_by_a_miniature() -> None:
+    class Other(LlamaAttention):
+        pass
+
+    source = make_source("llama")
+    source.model.layers[1].self_attn.__class__ = Other
+    model = rotated(source, only("r2", True))
+    reason = "model.layers.1.self_attn is Other where its config builds LlamaAttention"
+    assert model.warnings == [
+        "whether R2 changes the model was not tried beforehand: model_type=llama: "
+        f"no miniature of it could be run ({reason})"
+    ]
+
+
+def test_what_cannot_be_made_small_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotexp.rotation.miniature.MOST_PARAMETERS", 1000)
+    trial._tried.cache_clear()
+    model = rotated(make_source("llama"), only("r2", None))
+    trial._tried.cache_clear()
+    assert len(model.warnings) == 1
+    assert "no miniature of it could be run (it still has " in model.warnings[0]
+
+
+def test_a_miniature_has_every_kind_of_layer() -> None:
+    mixed = ["full_attention"] * 3 + ["sliding_attention"] + ["full_attention"]
+    models = {
+        2: FAMILIES["llama"].config(num_hidden_layers=7),
+        4: FAMILIES["ministral"].config(num_hidden_layers=5, layer_types=mixed),
+        5: FAMILIES["qwen3_moe with a dense layer"].config(num_hidden_layers=6, mlp_only_layers=[4]),
+    }
+    for expected, config in models.items():
+        model = build_network(config, dtype=torch.float32)
+        assert first_layers(model, find_spec(model)) == expected
+
+
+def test_a_trial_leaves_model_random_state_and_threads_alone() -> None:
+    network = build_network(FAMILIES["gemma"].config(rms_norm_eps=3e-5), dtype=torch.float32)
+    config, state, threads = copy.deepcopy(network.config.to_dict()), torch.get_rng_state(), torch.get_num_threads()
+    finding = trial.Trial(network, find_spec(network), _place_untried).find("r1")
+    assert finding == trial.Finding()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert network.config.to_dict() == config
+
+
+def test_a_config_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[object] = []
+    real = trial.build_miniature
+    monkeypatch.setattr(trial, "build_miniature", lambda config, **named: built.append(0) or real(config, **named))
+    for layers in (3, 3, 5):
+        network = build_network(
+            FAMILIES["llama"].config(num_hidden_layers=layers, rms_norm_eps=7e-5), dtype=torch.float32
+        )
+        place(network, find_spec(network), only("r2", True), QuantConfig(), seed=0)
+    assert len(built) == 2
