@@ -533,8 +533,8 @@ def test_a_norm_taken_for_another_kind_fails(
     mistake: dict[str, Any],
 ) -> None:
     real = norms.probe_norm
-    monkeypatch.setattr(norms, "probe_norm", lambda *args, **named: replace(real(*args, **named), **mistake))
     model = rotated(sources[name], wanted(name, "r1"), ready=False)
+    monkeypatch.setattr(norms, "probe_norm", lambda *args, **named: replace(real(*args, **named), **mistake))
     with pytest.raises(ArithmeticError, match=r"first exceeded in [\w.]+\.0$"):
         prove(model, token_ids, lambda: prepare(model))
 
@@ -557,8 +557,8 @@ def test_a_gain_folded_without_its_one_fails(sources: dict[str, Any], token_ids:
 def test_a_norms_bias_that_is_dropped_fails(
     sources: dict[str, Any], token_ids: Tensor, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(norms, "_fold_shift", lambda _group, _shift: None)
     model = rotated(sources[name], wanted(name, "r1"), ready=False)
+    monkeypatch.setattr(norms, "_fold_shift", lambda _group, _shift: None)
     with pytest.raises(ArithmeticError, match=r"first exceeded in [\w.]+\.0$"):
         prove(model, token_ids, lambda: prepare(model))
 
