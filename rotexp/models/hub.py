@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rotexp.models.tokenizer import TEMPLATE_PATTERN, TOKENIZER_PATTERNS
+from rotexp.models.weight_folder import USUAL_SAFETENSORS
 
 DESCRIPTION = ("*.json", *TOKENIZER_PATTERNS)
 SAFETENSORS = ("*.safetensors",)
@@ -24,13 +25,14 @@ def fetch_description(repository: str, *, revision: str | None) -> Path:
 
 
 def fetch_weights(repository: str, *, revision: str) -> Path:
-    """Fetch the weights of a commit, pickled ones only where there are no safetensors; return the folder.
+    """Fetch the weights of a commit, pickled ones only where there are no usual safetensors; return the folder.
 
     Raises:
         ValueError: the hub did not give it.
     """
     folder = _fetch(repository, revision, SAFETENSORS)
-    return folder if any(folder.glob(SAFETENSORS[0])) else _fetch(repository, revision, PICKLED)
+    usual = any((folder / name).is_file() for name in USUAL_SAFETENSORS)
+    return folder if usual else _fetch(repository, revision, PICKLED)
 
 
 def _fetch(

@@ -13,7 +13,8 @@ FILES: dict[str, type[FileWeights]] = {".safetensors": SafetensorsWeights, ".bin
 
 INDEX = ".index.json"
 
-USUAL = ("model.safetensors", f"model.safetensors{INDEX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX}")
+USUAL_SAFETENSORS = ("model.safetensors", f"model.safetensors{INDEX}")
+USUAL = (*USUAL_SAFETENSORS, "pytorch_model.bin", f"pytorch_model.bin{INDEX}")
 """The names that transformers looks for, the first that is there being read (5.24, `_get_resolved_checkpoint_files`).
 
 Others, such as `model.fp16.safetensors` or `consolidated.safetensors`, are read where they are asked for only.

@@ -544,6 +544,17 @@ def test_pickled_weights_are_fetched_only_where_there_are_no_safetensors(
     assert repository.fetched() == {"config.json", "generation_config.json", "pytorch_model.bin"}
 
 
+def test_a_copy_in_another_precision_is_no_reason_to_leave_out_the_pickled_weights(
+    model_folder: Callable[..., Path], hub: Callable[[Path], Hub]
+) -> None:
+    folder = model_folder("opt")
+    torch.save(stored(folder), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
+    repository = hub(folder)
+    assert_equals_transformers(opened("some/model"), reference_of(folder))
+    assert "pytorch_model.bin" in repository.fetched()
+
+
 def test_every_file_of_a_tokenizer_is_fetched_and_no_code(
     model_folder: Callable[..., Path], hub: Callable[[Path], Hub]
 ) -> None:
