@@ -31,6 +31,21 @@ def check_free(target: Path, *, key: str) -> None:
         raise ValueError(f"{key}={target}: is a file; name a folder to make")
 
 
+def make_folder(folder: Path, *, key: str) -> None:
+    """Make a folder, and those above it, where they are not there yet.
+
+    Args:
+        key: the configuration's key that named it, for the message.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{key}={folder}: cannot be made ({error.strerror}); choose another folder") from None
+
+
 @contextmanager
 def claimed(folder: Path, *, key: str) -> Iterator[None]:
     """Hold a folder, which is made if need be, so that no other process works in it meanwhile.
@@ -41,9 +56,9 @@ def claimed(folder: Path, *, key: str) -> Iterator[None]:
         key: the configuration's key that named it, for the message.
 
     Raises:
-        ValueError: another process holds it.
+        ValueError: another process holds it, or it cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, key=key)
     with (folder / LOCK_FILE).open("w", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -22,7 +22,7 @@ def train(composed: DictConfig) -> int:
     if HydraConfig.get().mode is RunMode.MULTIRUN:  # a scheduler started this job of a sweep
         if is_done(config, folder):
             return 0
-        config = grouped(config, folder)
+        config = grouped(config, Path(HydraConfig.get().sweep.dir))
     from rotexp.launch.start import start
 
     return start(config, folder)

@@ -56,7 +56,7 @@ def _jobs(sweep: Path, common: Path, *, known: dict[Path, None], complain: Compl
     place = _name(sweep, common)
     for row in read_json_list(sweep / JOBS_FILE, lambda problem: complain(f"{place}: {problem}")):
         job: dict[str, Any] = row if isinstance(row, dict) else {}
-        folder = sweep / Path(str(job.get("folder") or job.get("name"))).name
+        folder = sweep / (str(job.get("below") or "") or Path(str(job.get("folder") or job.get("name"))).name)
         if "name" in job and folder not in known:
             summary = {"status": job.get("status", "unknown"), "error": job.get("error")}
             axes = job["axes"] if isinstance(job.get("axes"), dict) else {}

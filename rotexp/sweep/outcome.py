@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Mapping
@@ -75,10 +76,15 @@ class Outcome:
         """What this outcome adds to the sweep's exit code: 0 done, 1 failed, 2 refused."""
         return {Status.done: 0, Status.refused: 2}.get(self.status, 1)
 
-    def record(self) -> dict[str, Any]:
-        """Return it as plain values, for a file."""
+    def below(self, sweep: Path) -> str:
+        """Return the path of its folder in that of the sweep, also where a sweep's own subfolders are nested."""
+        return "" if self.folder is None else os.path.relpath(self.folder, sweep)
+
+    def record(self, sweep: Path) -> dict[str, Any]:
+        """Return it as plain values, for a file; `below` finds the folder also after the sweep's was moved."""
         folder = None if self.folder is None else str(self.folder)
-        return asdict(self) | {"axes": dict(self.axes), "folder": folder, "status": self.status.value}
+        places = {"folder": folder, "below": self.below(sweep) or None}
+        return asdict(self) | {"axes": dict(self.axes), "status": self.status.value} | places
 
 
 REFUSED = 2
@@ -94,13 +100,13 @@ def finished_before(job: Job) -> Outcome | None:
     """
     if read_summary(job.folder).get("status") != Status.done.value:
         return None
-    then = read_finished_run(job.folder).config
+    then = read_finished_run(job.folder, key="hydra.sweep.dir").config
     now = replace(job.config, model=_as_resolved(job.config.model, then.model))
     differing = differences(to_plain(then), to_plain(now))
     if changed := sorted(key for key in differing if not key.startswith(RECORDING)):
         raise ValueError(
-            f"hydra.sweep.dir={job.folder.parent}: {job.name} is done with another {', '.join(changed)}; "
-            f"choose another folder"
+            f"{job.folder}: {job.name} is done with another {', '.join(changed)}; choose another folder by "
+            f"hydra.sweep.dir=DIR, or by hydra.sweep.subdir where that is set"
         )
     summary = read_summary(job.folder)
     return _from_summary(job, summary, seconds=sum(summary.get("time", {}).values()), before=True)
@@ -196,7 +202,7 @@ def figure(summary: Mapping[str, Any], path: str) -> float | None:
         return None
 
 
-def grouped(config: Config, folder: Path) -> Config:
+def grouped(config: Config, sweep: Path) -> Config:
     """Return a job's configuration, its W&B group the name of the sweep's folder unless it names one."""
     tracker = config.tracker
-    return replace(config, tracker=replace(tracker, group=tracker.group or folder.resolve().parent.name))
+    return replace(config, tracker=replace(tracker, group=tracker.group or sweep.absolute().name))

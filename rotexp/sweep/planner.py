@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -55,30 +56,39 @@ class Planner:
             master: the configuration of the sweep itself.
         """
         self.loader, self.master, self.sweep = context.config_loader, master, sweep
+        self.owners: dict[Path, Job] = {}
         self.keys = swept_keys([*_parameters(master.hydra.sweeper), *master.hydra.overrides.task])
         if sweep is not None:
             setup_globals()
             sweep.folder = Path(str(master.hydra.sweep.dir))
 
     def plan(self, batch: Sequence[Sequence[str]], *, first: int) -> Planned:
-        """Compose and check a batch of jobs, the first of which has that number."""
+        """Compose and check a batch of jobs, the first of which has that number.
+
+        Raises:
+            ValueError: a job has no folder of its own below the sweep's; nothing was recorded then.
+        """
         assert self.sweep is not None
-        planned = Planned()
+        planned, axes = Planned(), [axes_of(overrides, self.keys) for overrides in batch]
+        refused: dict[str, str] = {}
         for number, overrides in enumerate(batch, start=first):
-            axes = axes_of(overrides, self.keys)
-            name = job_name(axes)
+            varied = axes[number - first]
+            name = job_name(varied)
             name = f"{name} ({number})" if name in planned.names else name
             planned.names.append(name)
-            self.sweep.expect(name, axes)
             try:
-                job = self._job(name, axes, list(overrides), number)
-                if any(job.folder == other.folder for other in planned.jobs.values()):
-                    values = " ".join(f"{key}={value}" for key, value in axes.items())
-                    raise ValueError(f"{values or job.folder}: stands twice in this sweep; give each value once")
+                job = self._job(name, varied, list(overrides), number)
+                if any((job.folder, job.axes) == (other.folder, other.axes) for other in planned.jobs.values()):
+                    raise ValueError(f"{_values(job)}: stands twice in this sweep; give each value once")
                 planned.jobs[name] = job
                 planned.right.append(overrides)
             except REFUSALS as error:
-                self.sweep.refuse(name, axes, explain(error))
+                refused[name] = explain(error)
+        self._require_folders(planned.jobs.values())
+        for name, varied in zip(planned.names, axes, strict=True):
+            self.sweep.expect(name, varied)
+        for name, reason in refused.items():
+            self.sweep.refuse(name, self.sweep.outcomes[name].axes, reason)
         return planned
 
     def read(self, planned: Planned) -> None:
@@ -91,9 +101,30 @@ class Planner:
         with open_dict(composed):
             composed.hydra.job.id = composed.hydra.job.num = number
             HydraConfig.instance().set_config(composed)
-            folder = Path(str(self.master.hydra.sweep.dir)) / str(composed.hydra.sweep.subdir)
+            sweep = Path(str(self.master.hydra.sweep.dir))
+            folder = Path(os.path.normpath(sweep / str(composed.hydra.sweep.subdir)))
             del composed["hydra"]
-        return Job(name, axes, folder, grouped(to_config(composed), folder))
+        return Job(name, axes, folder, grouped(to_config(composed), sweep))
+
+    def _require_folders(self, jobs: Iterable[Job]) -> None:
+        """Refuse the sweep where jobs would share a folder, or one lies outside the sweep's, which cannot be moved."""
+        assert self.sweep is not None
+        assert self.sweep.folder is not None
+        subdir = OmegaConf.to_container(self.master.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload, index]
+        where = f"hydra.sweep.subdir={subdir}"
+        remedy = "leave it out, or let it differ from job to job below hydra.sweep.dir, as '${hydra.job.num}' does"
+        sweep = Path(os.path.abspath(self.sweep.folder))
+        for job in jobs:
+            folder = Path(os.path.abspath(job.folder))
+            if sweep not in folder.parents:
+                raise ValueError(f"{where}: {folder} does not lie below hydra.sweep.dir={sweep}; {remedy}")
+            other = self.owners.setdefault(folder, job)
+            if other.axes != job.axes:
+                raise ValueError(f"{where}: gives {_values(other)} and {_values(job)} one folder, {folder}; {remedy}")
+
+
+def _values(job: Job) -> str:
+    return " ".join(f"{key}={value}" for key, value in job.axes.items()) or str(job.folder)
 
 
 def swept_keys(overrides: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rotexp.config import SweepConfig
-from rotexp.folders import claimed, write_atomically
+from rotexp.folders import claimed, make_folder, write_atomically
 from rotexp.signals import SAVING, Interrupted
 from rotexp.sweep.child import LOG_FILE, Child
 from rotexp.sweep.devices import VISIBLE, shares, visible_accelerators, with_share_of_threads
@@ -57,8 +57,8 @@ class Sweep:
         """Keep an outcome, also in the sweep's folder."""
         assert self.folder is not None
         self.outcomes[outcome.name] = outcome
-        rows = [entry.record() for entry in self.outcomes.values()]
-        self.folder.mkdir(parents=True, exist_ok=True)
+        rows = [entry.record(self.folder) for entry in self.outcomes.values()]
+        make_folder(self.folder, key="hydra.sweep.dir")
         write_atomically(self.folder / JOBS_FILE, json.dumps(finite(rows), indent=2, allow_nan=False) + "\n")
 
     def expect(self, name: str, axes: Mapping[str, str]) -> None:

@@ -15,8 +15,8 @@ WIDE = 1000
 """Columns where no terminal limits them: one line a job."""
 
 
-def sweep_table(outcomes: Sequence[Outcome]) -> Table:
-    """Return all jobs of a sweep: what they vary, how they ended, what they found."""
+def sweep_table(outcomes: Sequence[Outcome], *, folder: Path) -> Table:
+    """Return all jobs of a sweep: what they vary, how they ended, what they found, where below the sweep's folder."""
     axes = list(dict.fromkeys(axis for outcome in outcomes for axis in outcome.axes))
     table = Table()
     for heading in (*axes, "status", "trained perplexity", "seconds", "folder", "error"):
@@ -27,7 +27,7 @@ def sweep_table(outcomes: Sequence[Outcome]) -> Table:
             outcome.status.value + (" before" if outcome.before else ""),
             "" if outcome.perplexity is None else f"{outcome.perplexity:.4g}",
             "" if outcome.seconds is None else f"{outcome.seconds:.0f}",
-            "" if outcome.folder is None else outcome.folder.name,
+            outcome.below(folder),
             outcome.error or "",
         )
         table.add_row(*map(Text, cells), style="" if outcome.status is Status.done else "red")
@@ -41,7 +41,7 @@ def show(outcomes: Sequence[Outcome], *, folder: Path, again: str | None) -> Non
         again: the command that goes on (None: there is nothing left to do).
     """
     console = Console() if Console().is_terminal else Console(width=WIDE)
-    console.print(sweep_table(outcomes))
+    console.print(sweep_table(outcomes, folder=folder))
     done = sum(outcome.status is Status.done for outcome in outcomes)
     console.print(f"sweep folder: {folder} ({done} of {len(outcomes)} jobs done)", markup=False, soft_wrap=True)
     if again is not None:
