@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from rotexp.folders import flush, write_atomically
+from rotexp.reading import UnreadableError, read_json
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 """The file that names the newest checkpoint; written last."""
 FACTS = "facts.json"
 """The file that completes a checkpoint: it lists every other file."""
+KINDS: dict[str, type[Any]] = {"step": int, "world_size": int, "files": dict, "facts": dict}
+"""What it holds."""
 FORMAT = 2
 """1 held the best rotations alone, and not why they were the best."""
 DIGESTED_BYTES = 64 * 2**20
@@ -82,13 +85,15 @@ def read_facts(path: Path) -> dict[str, Any]:
     if not (path / FACTS).is_file():
         raise ValueError(f"it holds no {FACTS}, so it was not completed, or is no checkpoint of rotexp")
     try:
-        facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{FACTS} cannot be read ({error})") from None
-    if not isinstance(facts, dict) or not {"format", "step", "world_size", "files", "facts"} <= facts.keys():
+        facts: dict[str, Any] = read_json(path / FACTS)
+    except UnreadableError as error:
+        raise ValueError(f"{FACTS} cannot be read ({error.reason})") from None
+    if not {"format", *KINDS} <= facts.keys():
         raise ValueError(f"{FACTS} is not that of a checkpoint of rotexp")
     if facts["format"] != FORMAT:
         raise ValueError(f"its format is {facts['format']}, and this version reads {FORMAT}")
+    if any(not isinstance(facts[key], kind) for key, kind in KINDS.items()):
+        raise ValueError(f"{FACTS} is not that of a checkpoint of rotexp")
     return facts
 
 

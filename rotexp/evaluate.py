@@ -153,6 +153,7 @@ def _evaluate(config: Config, run: FinishedRun | None, out: Path | None) -> int:
     from rotexp.sharding.communication import Communication
     from rotexp.tracking.console import results_table
 
+    trained = run is not None and run.trained_steps > 0
     inputs = open_inputs(config)
     if run is not None:
         _check_calibration(run, config, inputs)
@@ -173,7 +174,6 @@ def _evaluate(config: Config, run: FinishedRun | None, out: Path | None) -> int:
     else:
         _measure_run(run, measurements, device)
     title = f"{inputs.checkpoint.identity}, quant={config.quant.name}, rotation={config.rotation.name}"
-    trained = run is not None and bool(run.summary["train"]["steps"])
     Console().print(results_table(measurements.rows, title=title, trained=trained))
     if out is not None:
         write_atomically(out, _to_json(config, run, inputs, measurements))

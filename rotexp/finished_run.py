@@ -12,6 +12,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rotexp.compose import to_config, writable
 from rotexp.config import COMPONENTS, Config
+from rotexp.reading import UnreadableError, read_text, read_yaml
 from rotexp.tracking.files import CONFIG_FILE, SUMMARY_FILE, read_summary
 
 ROTATIONS_FILE = "rotations.safetensors"
@@ -31,6 +32,19 @@ class FinishedRun:
     def rotations(self) -> Path:
         """The file of its rotations."""
         return self.folder / ROTATIONS_FILE
+
+    @property
+    def trained_steps(self) -> int:
+        """How many steps it trained.
+
+        Raises:
+            ValueError: its summary does not say so.
+        """
+        train = self.summary.get("train")
+        steps = train.get("steps") if isinstance(train, dict) else None
+        if not isinstance(steps, int):
+            raise ValueError(f"run={self.folder}: {SUMMARY_FILE} says no train.steps; restore it, or name another run")
+        return steps
 
 
 def read_finished_run(folder: Path, *, key: str = "run") -> FinishedRun:
@@ -68,25 +82,24 @@ def _check_model(path: str | None, where: str) -> None:
 
 def _read_summary(folder: Path, where: str) -> dict[str, Any]:
     try:
-        summary = read_summary(folder)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{where}: {SUMMARY_FILE} cannot be read ({error}); name another run") from None
-    return summary if isinstance(summary, dict) else {}
+        return read_summary(folder)
+    except UnreadableError as error:
+        raise ValueError(f"{where}: {SUMMARY_FILE} cannot be read ({error.reason}); name another run") from None
 
 
 def _read_config(file: Path, where: str) -> Config:
     """Read a resolved configuration as data: interpolations are refused, not resolved."""
     try:
-        text = file.read_text(encoding="utf-8")
+        read_yaml(file)  # damage, and values of another kind than a mapping, which OmegaConf takes for one
+        text = read_text(file)
         if "${" in text:
             raise ValueError("it holds an interpolation")
         values = OmegaConf.create(text)
-        if not isinstance(values, DictConfig):
-            raise ValueError("it is no mapping")
+        assert isinstance(values, DictConfig)
         values.pop("defaults", None)
         return to_config(OmegaConf.merge(_schema(values), values))  # type: ignore[arg-type]
-    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        reason = error.reason if isinstance(error, UnreadableError) else " ".join(str(error).split())
         raise ValueError(f"{where}: {file.name} is not the configuration of a run ({reason}); restore it") from None
 
 

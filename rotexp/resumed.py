@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from rotexp.checkpoint_folder import read_facts
+from rotexp.checkpoint_folder import FACTS, read_facts
 from rotexp.compose import differences, to_plain
 from rotexp.config import RECORDING, Config
 from rotexp.resumption import Resumption
@@ -44,16 +45,24 @@ class Resumed:
         self._protocol = protocol
         if resumption.path is None:
             return
-        saved = read_facts(resumption.path)
+        try:
+            self._read(resumption.path)
+        except (KeyError, TypeError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{resumption.path / FACTS}: is not that of a run ({reason}); remove its folder") from None
+
+    def _read(self, path: Path) -> None:
+        """Take over what the checkpoint says of its run."""
+        saved = read_facts(path)
         facts = saved["facts"]  # texts of the configuration may read `inf` and mean it
         self._saved: dict[str, Any] = facts | {key: revived(facts[key]) for key in ("state", "evaluation", "phases")}
         self._world_size: int = saved["world_size"]
         self.step = saved["step"]
-        if resumption.own:
+        if self.resumption.own:
             self.phases = self._saved["phases"]
             self.step_seconds = self._saved["state"]["seconds"] / max(self.step, 1)
             self.run_id = self._saved["tracker"]["run_id"]
-            if self._same(MEASURED_BY) and self._saved["evaluation"]["protocol"] == protocol:
+            if self._same(MEASURED_BY) and self._saved["evaluation"]["protocol"] == self._protocol:
                 self.evaluation = self._saved["evaluation"]
 
     def load(self, state: TrainingState, *, base: str, communication: Communication) -> list[str]:

@@ -23,13 +23,14 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rotexp.config import Config
+from rotexp.folders import write_atomically
 from rotexp.inputs import Inputs
 from rotexp.launch.ending import DONE, FAILED, out_of_time, record_end
 from rotexp.launch.outer import adopt, is_first
 from rotexp.launch.rank import run_rank
 from rotexp.launch.stopping import RankSignals, listen_as_rank
 from rotexp.signals import SAVING, Interrupted, StopRequest, end_with_parent, interruptible
-from rotexp.tracking.files import read_summary
+from rotexp.tracking.files import readable_summary
 
 REFUSED, INTERRUPTED = 2, (130, 143)
 """Exit codes of a rank."""
@@ -86,7 +87,7 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
     def record(came: Sequence[int]) -> None:
         """Record it before other nodes' ranks can miss the killed ones, and record a failure."""
         interruption = out_of_time(came, config, folder)
-        status = read_summary(folder).get("status")
+        status = readable_summary(folder).get("status")
         if status == "running":
             record_end(folder, "interrupted", str(interruption))
         elif status is None:  # rank 0 is elsewhere
@@ -105,7 +106,7 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
                 return Interrupted(signals.came[0]).exit_code
             if failure.exitcode < 0:  # it could not say so itself
                 message = f"rank {rank}: {failure.message}"
-                if read_summary(folder).get("status") == "running":
+                if readable_summary(folder).get("status") == "running":
                     record_end(folder, "failed", message)
                 else:
                     sys.stderr.write(f"rotexp: {message}\n")
@@ -210,7 +211,7 @@ def _run_recorded(config: Config, inputs: Inputs, folder: Path, failures: Path) 
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".removeprefix("PhaseError: ")
         record = {"time": time.time_ns(), "rank": int(os.environ["RANK"]), "reason": reason}
-        (failures / f"{record['rank']}.json").write_text(json.dumps(record), encoding="utf-8")
+        write_atomically(failures / f"{record['rank']}.json", json.dumps(record))  # whole, although it may be killed
         time.sleep(LINGER_SECONDS)
         os._exit(1)
     _leave_done()

@@ -14,7 +14,7 @@ from rotexp.config import Config
 from rotexp.folders import write_atomically
 from rotexp.launch.outer import is_first
 from rotexp.signals import Interrupted, StopRequest
-from rotexp.tracking.files import CONFIG_FILE, read_summary, write_summary
+from rotexp.tracking.files import CONFIG_FILE, readable_summary, write_summary
 
 DONE, FAILED = 0, 1
 
@@ -44,7 +44,7 @@ def recorded(config: Config, folder: Path, run: Callable[[], None], *, stop: Sto
 
 def _interrupted(folder: Path, interruption: Interrupted) -> int:
     """Record it, unless a node did so before it killed the ranks that this one then missed."""
-    if read_summary(folder).get("status") != "interrupted":
+    if readable_summary(folder).get("status") != "interrupted":
         record_end(folder, "interrupted", str(interruption))
     return interruption.exit_code
 
@@ -56,7 +56,7 @@ def record_end(folder: Path, status: str, message: str) -> None:
     """
     sys.stderr.write(f"rotexp: the run {status}: {message} (see {os.path.relpath(folder)}/rank-*.log)\n")
     try:
-        summary = read_summary(folder)
+        summary = readable_summary(folder)
         if summary.get("status", "running") == "running":
             write_summary(folder, {**summary, "status": status, "error": message})
     except OSError as disk:

@@ -52,13 +52,16 @@ class Run:
     @property
     def remark(self) -> str:
         """What to say beside its status: the error, or when a run without an end last wrote something."""
-        return self.error or (f"last written {self.written:%Y-%m-%d %H:%M} UTC" if self.status == "running" else "")
+        if self.error or self.status != "running":
+            return self.error
+        return f"last written {self.written:%Y-%m-%d %H:%M} UTC" if self.written else "it left no files"
 
     @property
-    def written(self) -> datetime:
-        """When its files last changed."""
+    def written(self) -> datetime | None:
+        """When its files last changed, None where it has none."""
         files = [self.folder / name for name in (SUMMARY_FILE, METRICS_FILE)]
-        return datetime.fromtimestamp(max(file.stat().st_mtime for file in files if file.exists()), UTC)
+        last = max((file.stat().st_mtime for file in files if file.exists()), default=None)
+        return None if last is None else datetime.fromtimestamp(last, UTC)
 
     @property
     def command(self) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 from rotexp.compose import differences, to_plain, whole_path
 from rotexp.config import RECORDING, Config, ModelConfig, ModelDtype
 from rotexp.finished_run import read_finished_run
-from rotexp.tracking.files import read_summary, write_summary
+from rotexp.reading import UnreadableError
+from rotexp.tracking.files import STATUSES, read_summary, readable_summary, write_summary
 
 
 class Status(Enum):
@@ -95,10 +96,13 @@ INTERRUPTED = (130, 143, -signal.SIGINT, -signal.SIGTERM)
 def finished_before(job: Job) -> Outcome | None:
     """Return the outcome of a job whose folder holds that very run, done; None if there is something to do.
 
+    Where its summary is damaged there is: the run itself says so, and goes on from a checkpoint if it can.
+
     Raises:
         ValueError: the folder holds another run, which is done.
     """
-    if read_summary(job.folder).get("status") != Status.done.value:
+    summary = readable_summary(job.folder)
+    if summary.get("status") != Status.done.value:
         return None
     then = read_finished_run(job.folder, key="hydra.sweep.dir").config
     now = replace(job.config, model=_as_resolved(job.config.model, then.model))
@@ -108,8 +112,7 @@ def finished_before(job: Job) -> Outcome | None:
             f"{job.folder}: {job.name} is done with another {', '.join(changed)}; choose another folder by "
             f"hydra.sweep.dir=DIR, or by hydra.sweep.subdir where that is set"
         )
-    summary = read_summary(job.folder)
-    return _from_summary(job, summary, seconds=sum(summary.get("time", {}).values()), before=True)
+    return _from_summary(job, summary, seconds=_seconds(summary), before=True)
 
 
 def _as_resolved(model: ModelConfig, then: ModelConfig) -> ModelConfig:
@@ -122,12 +125,23 @@ def _as_resolved(model: ModelConfig, then: ModelConfig) -> ModelConfig:
 
 def left(job: Job) -> Outcome:
     """Return the outcome of a job that somebody else ran, by what it left."""
-    summary = read_summary(job.folder)
-    if not summary:
+    try:
+        summary = read_summary(job.folder)
+    except UnreadableError as error:
+        return Outcome(job.name, job.axes, job.folder, Status.failed, str(error))
+    if summary.get("status") not in STATUSES:
         return Outcome(job.name, job.axes, job.folder, Status.failed, "it left no summary; see the scheduler's log")
     if summary["status"] == "running":
         summary |= {"status": Status.failed.value, "error": "it did not end by itself; see the scheduler's log"}
-    return _from_summary(job, summary, seconds=sum(summary.get("time", {}).values()))
+    return _from_summary(job, summary, seconds=_seconds(summary))
+
+
+def _seconds(summary: Mapping[str, Any]) -> float:
+    """Return how long all phases took."""
+    phases = summary.get("time")
+    return (
+        sum((number for name in phases if (number := figure(phases, name))), 0.0) if isinstance(phases, dict) else 0.0
+    )
 
 
 @dataclass(frozen=True)
@@ -154,15 +168,15 @@ def ended(job: Job, ending: Ending, *, interrupted: bool = False) -> Outcome:
     Args:
         interrupted: whether the sweep ended it.
     """
-    summary = read_summary(job.folder) if ending.written else {}
-    status = summary.get("status", "running")
+    summary = readable_summary(job.folder) if ending.written else {}
+    status = summary.get("status") if summary.get("status") in STATUSES else "running"
     if ending.code == REFUSED and not summary:
         return Outcome(job.name, job.axes, job.folder, Status.refused, ending.said, ending.seconds)
     if status == "running" or (status == "done" and ending.code != 0):
         status = Status.interrupted if interrupted or ending.code in INTERRUPTED else Status.failed
         if ending.code == -signal.SIGKILL and ending.out_of_memory:
             status = Status.oom
-        summary = read_summary(job.folder) | {"status": status.value, "error": _reason(ending, status)}
+        summary = readable_summary(job.folder) | {"status": status.value, "error": _reason(ending, status)}
         job.folder.mkdir(parents=True, exist_ok=True)
         write_summary(job.folder, summary)
     return _from_summary(job, summary, seconds=ending.seconds)

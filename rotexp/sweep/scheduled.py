@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rotexp.config import Config
 from rotexp.sweep.outcome import Job, figure, finished_before
-from rotexp.tracking.files import read_summary
+from rotexp.tracking.files import readable_summary
 
 
 def is_done(config: Config, folder: Path) -> bool:
@@ -27,7 +27,7 @@ def optimized_metric(folder: Path, path: str) -> float | None:
     Args:
         path: `sweep.optimized_metric`.
     """
-    return figure(read_summary(folder), path)
+    return figure(readable_summary(folder), path)
 
 
 def ask_for_requeue(environment: Mapping[str, str] = os.environ) -> None:

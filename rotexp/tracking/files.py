@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rotexp.folders import write_atomically
+from rotexp.reading import Rows, UnreadableError, read_json, read_rows
+
+LOGGER = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.resolved.yaml"
 JOBS_FILE = "jobs.json"
 """Every job of a sweep and how it ended, in the sweep's folder."""
 METRICS_FILE = "metrics.jsonl"
+DAMAGED_METRICS = "metrics.jsonl.damaged"
+"""What it was before a run went on without lines of it that could not be read."""
 SUMMARY_FILE = "summary.json"
+STATUSES = ("running", "done", "failed", "oom", "interrupted")
+"""What a run's end state says of it."""
 
 
 def finite(value: Any) -> Any:
@@ -36,10 +45,22 @@ def revived(value: Any) -> Any:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Return the run's end state, empty if there is none yet."""
+    """Return the run's end state, empty if there is none yet.
+
+    Raises:
+        UnreadableError: it is damaged.
+    """
     path = folder / SUMMARY_FILE
-    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    summary: dict[str, Any] = read_json(path) if path.exists() else {}
     return summary
+
+
+def readable_summary(folder: Path) -> dict[str, Any]:
+    """Return the run's end state, empty if there is none that can be read, for those who write a new one over it."""
+    try:
+        return read_summary(folder)
+    except UnreadableError:
+        return {}
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
@@ -48,44 +69,46 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of `metrics.jsonl`, none if there is no such file; a last line cut short is left out.
+    """Return the rows of `metrics.jsonl`, none if there is no such file; lines that cannot be read are left out.
+
+    They are named in a warning, but for a last one, which was cut short.
 
     Raises:
-        ValueError: another line is no row.
+        UnreadableError: it is no file.
     """
-    path = folder / METRICS_FILE
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(_row(line))
-        except ValueError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}:{number}: is no row of metrics ({error}); restore the file") from None
-    return rows
+    return _read_rows(folder).whole
 
 
 def truncate_metrics(folder: Path, step: int) -> int:
-    """Drop the rows after a step, and a last line cut short, so that a run can go on from that step.
+    """Drop the rows after a step, and lines that cannot be read, so that a run can go on from that step.
+
+    Where more is damaged than a last line cut short, the file as it was is kept beside it.
 
     Returns:
         The highest step that there was, -1 if there was none.
 
     Raises:
-        ValueError: a line other than the last is no row; the file stays as it is.
+        UnreadableError: it is no file.
     """
-    rows = read_metrics(folder)
-    if (folder / METRICS_FILE).is_file():
-        kept = (json.dumps(row, allow_nan=False) + "\n" for row in rows if row["step"] <= step)
-        write_atomically(folder / METRICS_FILE, "".join(kept))
-    return max((row["step"] for row in rows), default=-1)
+    path, rows = folder / METRICS_FILE, _read_rows(folder)
+    if path.is_file():
+        if _lost(rows):
+            shutil.copyfile(path, path.with_name(DAMAGED_METRICS))
+        kept = (json.dumps(row, allow_nan=False) + "\n" for row in rows.whole if row["step"] <= step)
+        write_atomically(path, "".join(kept))
+    return max((row["step"] for row in rows.whole), default=-1)
 
 
-def _row(line: str) -> dict[str, Any]:
-    row = json.loads(line)
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        raise ValueError("it has no step")
-    return row
+def _read_rows(folder: Path) -> Rows:
+    rows = read_rows(folder / METRICS_FILE)
+    if _lost(rows):
+        LOGGER.warning("%s: %s; the others are used", folder / METRICS_FILE, rows.places)
+    return rows
+
+
+def _lost(rows: Rows) -> bool:
+    """Return whether more cannot be read than a last line cut short."""
+    return any(number < rows.lines for number in rows.damaged)
 
 
 class MetricsFile:

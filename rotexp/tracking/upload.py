@@ -11,9 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from rotexp.config import TrackerConfig, TrackerKind, WandbMode
+from rotexp.reading import read_yaml
 from rotexp.tracking.files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics, read_summary, revived
 from rotexp.tracking.wandb import WandbMirror, has_key
 
@@ -73,14 +72,7 @@ def read_plain_config(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is none, or it cannot be read.
     """
-    path = folder / CONFIG_FILE
-    try:
-        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: cannot be read ({reason}); restore it") from None
-    if not isinstance(plain, dict):
-        raise ValueError(f"{path}: is no configuration; restore it")
+    plain = read_yaml(folder / CONFIG_FILE)
     return {key: value for key, value in plain.items() if key != "defaults"}
 
 

@@ -45,6 +45,7 @@ ORDER = (
     "checkpoint_folder",
     "folders",
     "library_errors",
+    "reading",
     "signals",
     "arguments",
     "compose",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damaged import damaged
 
 from rotexp.checkpoint_folder import aside_of, complete, prepare_aside, step_folder
 from rotexp.config import Config, Trainable, TrainConfig
@@ -53,6 +55,65 @@ def test_a_truncated_checkpoint_is_passed_over_and_named(tmp_path: Path) -> None
     found = find_resumption(CONFIG, folder)
     assert (found.path, found.own) == (older, True)
     assert found.notes == (f"{newest}: numbers is truncated (5 instead of 10 bytes)",)
+
+
+@damaged
+def test_a_damaged_summary_is_named_and_the_run_goes_on_from_its_checkpoint(
+    content: bytes, reason: str, tmp_path: Path
+) -> None:
+    folder = ended(tmp_path / "run", "failed")
+    (folder / "summary.json").write_bytes(content)
+    fault = f"summary.json cannot be read ({reason})"
+    with pytest.raises(
+        ValueError, match="no complete checkpoint is there"
+    ) as end:  # a run that was done may have left no checkpoint
+        find_resumption(CONFIG, folder)
+    remedy = "restore summary.json, or remove it to start again, or choose another folder"
+    assert str(end.value) == f"hydra.run.dir={folder}: {fault}; no complete checkpoint is there; {remedy}"
+    newest = checkpoint(folder, 4)
+    assert find_resumption(CONFIG, folder) == Resumption(newest, own=True, notes=(fault,))
+    with pytest.raises(ValueError, match=re.escape(f"already holds a run ({fault}), and resume=never; choose another")):
+        find_resumption(resuming("never"), folder)
+
+
+@pytest.mark.parametrize("status", ["{}", '{"status": null}', '{"status": ["done"]}', '{"status": "donee"}'])
+def test_a_summary_without_a_status_is_damaged_too(status: str, tmp_path: Path) -> None:
+    folder = ended(tmp_path / "run", "failed")
+    (folder / "summary.json").write_text(status)
+    newest = checkpoint(folder, 4)
+    assert find_resumption(CONFIG, folder).notes == ("summary.json says no status that there is",)
+    assert find_resumption(CONFIG, folder).path == newest
+
+
+@pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl", "config.resolved.yaml"])
+def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_starts(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    checkpoint(tmp_path, 4)
+    with pytest.raises(ValueError, match=f"hydra.run.dir={tmp_path}: {name} in it is a folder; remove it, or choose"):
+        find_resumption(CONFIG, tmp_path)
+
+
+@damaged
+def test_a_checkpoint_whose_description_is_damaged_is_passed_over_and_named(
+    content: bytes, reason: str, tmp_path: Path
+) -> None:
+    folder = ended(tmp_path / "run", "failed")
+    older, newest = checkpoint(folder, 2), checkpoint(folder, 4)
+    (newest / "facts.json").write_bytes(content)
+    found = find_resumption(CONFIG, folder)
+    assert (found.path, found.notes) == (older, (f"{newest}: facts.json cannot be read ({reason})",))
+
+
+@pytest.mark.parametrize(
+    "change", [{"step": "4"}, {"world_size": None}, {"files": []}, {"files": {"numbers": "x"}}, {"facts": "x"}]
+)
+def test_a_description_of_another_kind_is_passed_over_and_named(change: dict[str, Any], tmp_path: Path) -> None:
+    folder = ended(tmp_path / "run", "failed")
+    older, newest = checkpoint(folder, 2), checkpoint(folder, 4)
+    facts = json.loads((newest / "facts.json").read_text())
+    (newest / "facts.json").write_text(json.dumps(facts | change))
+    found = find_resumption(CONFIG, folder)
+    assert (found.path, found.notes) == (older, (f"{newest}: facts.json is not that of a checkpoint of rotexp",))
 
 
 def test_a_run_without_a_checkpoint_starts_again_and_says_so(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from damaged import damaged
 from omegaconf import OmegaConf
 
 from rotexp.compose import resolved_yaml
@@ -36,7 +37,7 @@ from rotexp.quant.spec import QuantSpec
 from rotexp.signals import Interrupted
 from rotexp.sweep import child
 from rotexp.sweep.names import job_name
-from rotexp.sweep.outcome import Job, Outcome, Status, finished_before
+from rotexp.sweep.outcome import Job, Outcome, Status, finished_before, left
 from rotexp.sweep.scheduled import ask_for_requeue
 from rotexp.sweep.sweep import JOBS_FILE, Sweep
 from rotexp.tracking.files import write_summary
@@ -258,6 +259,28 @@ def test_a_folder_with_another_run_is_not_taken_for_this_one(program: Callable[[
     assert sweep.exit_code == 2
     assert "seed-0 is done with another seed, train.steps; choose another folder" in str(sweep.outcomes["seed-0"].error)
     assert (job.folder / "summary.json").read_bytes() == before
+
+
+@damaged
+def test_a_damaged_summary_of_a_job_is_named_and_the_job_is_not_taken_for_done(
+    content: bytes, reason: str, tmp_path: Path
+) -> None:
+    (job,) = make_jobs(tmp_path, [0])
+    leave_done(job, job.config)
+    assert finished_before(job) is not None
+    (job.folder / "summary.json").write_bytes(content)
+    assert finished_before(job) is None  # so its own process is started, which says so
+    outcome = left(job)
+    error = f"{job.folder}/summary.json: cannot be read ({reason}); restore it"
+    assert (outcome.status, outcome.error) == (Status.failed, error)
+
+
+@pytest.mark.parametrize("change", [{"time": 3}, {"time": {"load": "x"}}, {"evaluation": []}, {"error": {"a": 1}}])
+def test_odd_values_of_a_summary_do_not_end_a_sweep(change: dict[str, Any], tmp_path: Path) -> None:
+    (job,) = make_jobs(tmp_path, [0])
+    leave_done(job, job.config)
+    write_summary(job.folder, json.loads((job.folder / "summary.json").read_text()) | change)
+    assert left(job).status is Status.done
 
 
 def test_what_a_run_resolved_of_its_model_is_no_difference(tmp_path: Path) -> None:

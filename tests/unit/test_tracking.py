@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 import wandb
+from damaged import damaged
 
 from rotexp import folders
 from rotexp.config import Config, TrackerConfig, TrackerKind, WandbMode
 from rotexp.metrics.keys import METRICS, check_keys, find_metric
+from rotexp.reading import UnreadableError
 from rotexp.tracking import wandb as mirror
 from rotexp.tracking.files import (
     MetricsFile,
     finite,
     read_metrics,
     read_summary,
+    readable_summary,
     revived,
     truncate_metrics,
     write_atomically,
@@ -113,12 +116,43 @@ def test_there_may_be_no_rows_to_drop(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
-    path = written(tmp_path, 1, tail='{"train/loss": 1}\n{"step": 2}\n')
-    before = path.read_text()
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: is no row of metrics"):
+@pytest.mark.parametrize(
+    "line", [b'{"train/loss": 1}', b"\0" * 40, b'{"step": 1, "tr', b"[]", b'"x"', b"\xff", b"[" * 9999]
+)
+def test_a_damaged_line_in_the_middle_is_named_passed_over_and_kept(
+    line: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path, 1)
+    row = path.read_bytes()
+    path.write_bytes(row + line + b'\n{"step": 2}\n{"step": 3}\n')
+    before = path.read_bytes()
+    assert truncate_metrics(tmp_path, 2) == 3
+    assert path.read_bytes() == row + b'{"step": 2}\n'
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == before
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: line 2 of 4 cannot be read; the others are used"
+    ]
+
+
+def test_metrics_that_are_no_file_are_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: cannot be read \(Is a directory\); restore it"):
         truncate_metrics(tmp_path, 1)
-    assert path.read_text() == before
+
+
+@damaged
+def test_a_damaged_summary_is_named_with_what_is_wrong(content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_bytes(content)
+    with pytest.raises(UnreadableError) as end:
+        read_summary(tmp_path)
+    assert str(end.value) == f"{tmp_path}/summary.json: cannot be read ({reason}); restore it"
+    assert readable_summary(tmp_path) == {}
+
+
+def test_a_summary_that_is_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").mkdir()
+    with pytest.raises(UnreadableError, match=r"summary\.json: cannot be read \(Is a directory\); restore it"):
+        read_summary(tmp_path)
 
 
 def test_a_full_disk_leaves_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,20 @@
+"""What a crash, a full disk or another program leaves where a file of JSON should be, and what is said of it."""
+
+import pytest
+
+CONTENTS = {
+    "NULs": (b"\0" * 200, "it holds NUL bytes, as a crash leaves them"),
+    "NULs at the end": (b'{"status": "done"}' + b"\0" * 9, "it holds NUL bytes, as a crash leaves them"),
+    "truncated": (b'{"status": "do', "Unterminated string starting at: line 1 column 12 (char 11)"),
+    "empty": (b"", "it is empty"),
+    "blank": (b" \n", "it is empty"),
+    "list": (b"[]", "it holds no mapping"),
+    "null": (b"null", "it holds no mapping"),
+    "text": (b'"x"', "it holds no mapping"),
+    "number": (b"3", "it holds no mapping"),
+    "latin": ('{"error": "é"}'.encode("latin-1"), "byte 11 is no UTF-8"),
+    "UTF-16": ('{"status": "done"}'.encode("utf-16"), "byte 0 is no UTF-8"),
+    "deep": (b"[" * 100_000, "it is nested too deeply"),
+}
+
+damaged = pytest.mark.parametrize(("content", "reason"), CONTENTS.values(), ids=CONTENTS)
