@@ -23,6 +23,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from rotexp.compose import writable
 from rotexp.config import COMPONENTS, Config, EvaluateConfig, ExportConfig
 from rotexp.launch.outer import adopt, is_first
+from rotexp.reading import UnreadableError, read_yaml
 from rotexp.signals import interruptible
 from rotexp.sweep.planner import register_planning, swept_keys
 from rotexp.sweep.scheduled import ask_for_requeue, optimized_metric
@@ -159,10 +160,23 @@ def _check_command_line(vocabulary: Vocabulary) -> list[str]:
         raise ValueError(f"{unknown[0]}: no such flag (--hydra-help lists them); values are set by key=value")
     if known.config_dir and not Path(known.config_dir).is_dir():
         raise ValueError(f"--config-dir {known.config_dir}: no such folder; name the folder that holds your configs")
+    if known.config_dir and known.config_name:
+        _check_config_file(Path(known.config_dir) / f"{known.config_name.removesuffix('.yaml')}.yaml")
     if known.config_path:
         raise ValueError(f"--config-path {known.config_path}: would hide rotexp's own configs; use --config-dir")
     check_overrides(known.overrides, sweep=known.multirun, known=vocabulary)
     return swept_keys(known.overrides)
+
+
+def _check_config_file(file: Path) -> None:
+    """Refuse a damaged file, of which Hydra would not say the name, or take it for an empty one."""
+    try:
+        if file.is_file():
+            read_yaml(file)
+    except UnreadableError as error:
+        raise ValueError(
+            f"--config-name {file.stem}: {file} cannot be read ({error.reason}); correct the file"
+        ) from None
 
 
 def _remove_if_empty(folder: Path) -> None:

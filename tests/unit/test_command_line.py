@@ -102,6 +102,9 @@ REFUSED: dict[str, list[str]] = {
     "--config-dir OWN --config-name unknown_key": ["train.step: no such key; ", TRAIN_KEYS, "(nearest: train.steps"],
     "--config-dir OWN --config-name wrong_type": ["train.steps: must be a whole number; change it"],
     "--config-dir OWN --config-name broken": ["broken.yaml", "line 3", "; correct the file"],
+    "--config-dir OWN --config-name empty": ["--config-name empty: ", "empty.yaml cannot be read (it is empty); "],
+    "--config-dir OWN --config-name nuls.yaml": ["nuls.yaml cannot be read (it holds NUL bytes", "; correct the file"],
+    "--config-dir OWN --config-name a_list": ["a_list.yaml cannot be read (it holds no mapping); correct the file"],
     "--config-dir OWN --config-name no_schema": ["not based on the schema; begin its defaults list with `- schema`"],
     "--config-dir OWN --config-name no_option": ["model=nope: no such option; ", MODELS],
     # a folder
@@ -110,6 +113,9 @@ REFUSED: dict[str, list[str]] = {
 """A command line, and what its answer holds. OWN is a folder of the user's own configs; `--- ` marks positionals."""
 
 OWN_CONFIGS = {
+    "empty": "",
+    "nuls": "\0" * 100,
+    "a_list": "[]",
     "unknown_key": "defaults: [config, _self_]\ntrain: {step: 3}\n",
     "wrong_type": "defaults: [config, _self_]\ntrain: {steps: many}\n",
     "broken": "defaults: [config, _self_]\ntrain: {steps: [\n",
