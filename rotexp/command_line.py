@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from rotexp.compose import writable
+from rotexp.compose import PATHS, from_root, writable
 from rotexp.config import COMPONENTS, Config, EvaluateConfig, ExportConfig
 from rotexp.launch.outer import adopt, is_first
 from rotexp.reading import UnreadableError, read_yaml
@@ -48,15 +48,18 @@ class Command:
 
     def __call__(self, composed: DictConfig) -> float | None:
         """Run a job; return what a sweeper may minimize."""
-        folder = Path(HydraConfig.get().runtime.output_dir)
+        runtime = HydraConfig.get().runtime
+        folder, typed_in = Path(runtime.output_dir), Path(runtime.cwd)
         try:
+            if Path.cwd() != typed_in:  # hydra.job.chdir=true
+                composed = from_root(composed, PATHS, base=typed_in)
             self.codes.append(self.job(composed))
         except REFUSALS as error:  # here, since Hydra would print its own line, and end a sweep
             self.refuse(explain(error, known=self.known))
         except KeyboardInterrupt as interruption:
             self.interrupt(interruption)
         finally:
-            _remove_if_empty(folder)
+            _remove_if_empty(folder, typed_in)
         if self.codes[-1] > SIGNALLED:
             if self.codes[-1] != SIGNALLED + signal.SIGINT:
                 ask_for_requeue()
@@ -179,7 +182,7 @@ def _check_config_file(file: Path) -> None:
         ) from None
 
 
-def _remove_if_empty(folder: Path) -> None:
-    """Leave no trace of a request that was refused; a folder that was there before, such as `.`, is not one."""
-    if folder.is_dir() and folder.resolve() != Path.cwd() and not any(folder.iterdir()):
+def _remove_if_empty(folder: Path, typed_in: Path) -> None:
+    """Leave no trace of a request that was refused; the folder in which it was typed (`hydra.run.dir=.`) is not one."""
+    if folder.is_dir() and folder.resolve() != typed_in.resolve() and not any(folder.iterdir()):
         folder.rmdir()

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rotexp.config import COMPONENTS, Config, DataConfig, RotationConfig
+from rotexp.config import COMPONENTS, Config
 from rotexp.validation import validate
-
-Group = TypeVar("Group", DataConfig, RotationConfig)
 
 HYDRA_OVERRIDES = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
 """What every primary config must say for itself: Hydra writes no log files of its own."""
+
+IDS_OR_PATHS = ("model.path", "data.path")
+RECORDED_PATHS = (*IDS_OR_PATHS, "data.calibration", "data.evaluation", "rotation.path", "resume")
+"""The keys of a run whose values are paths, or may be."""
+PATHS = (*RECORDED_PATHS, "run", "out", "export.path")
+"""Those of every command."""
+NO_PATHS = ("", "auto", "never")
+"""Values that are none."""
 
 
 def writable(schema: Any) -> DictConfig:
@@ -40,7 +47,7 @@ class UnknownKeyError(ValueError):
 
 
 def to_config(composed: DictConfig) -> Config:
-    """Turn Hydra's composition into frozen dataclasses, file names made absolute, and check it.
+    """Turn Hydra's composition into frozen dataclasses, paths written from the root, and check it.
 
     Raises:
         ValueError: a value, or a combination of values, that cannot be used.
@@ -52,18 +59,36 @@ def to_config(composed: DictConfig) -> Config:
     if missing := sorted(OmegaConf.missing_keys(composed)):
         group = missing[0].partition(".")[0]
         raise ValueError(f"{missing[0]}: has no value; choose one by {group}=OPTION, or set {missing[0]}=…")
-    config = OmegaConf.to_object(composed)
+    config = OmegaConf.to_object(from_root(composed, RECORDED_PATHS, base=Path.cwd()))
     assert isinstance(config, Config)
-    data, rotation = config.data, config.rotation
-    if config.resume not in ("", "auto", "never"):
-        config = dataclasses.replace(config, resume=str(Path(config.resume).resolve()))
-    config = dataclasses.replace(
-        config,
-        data=_absolute_files(data, "calibration", "evaluation"),
-        rotation=_absolute_files(rotation, "path"),
-    )
     validate(config)
     return config
+
+
+def from_root(composed: DictConfig, keys: Iterable[str], *, base: Path) -> DictConfig:
+    """Return a composition with the paths at these keys written from the root; links in them are not followed.
+
+    The name that was typed says the format of a file, not that of what it links to. What may be an id of the hub is a
+    path where there is something of that name.
+
+    Args:
+        base: the folder that relative paths start from.
+    """
+    written = copy.deepcopy(composed)
+    for key in keys:
+        value = OmegaConf.select(written, key)
+        if not isinstance(value, str) or value in NO_PATHS or (key in IDS_OR_PATHS and not (base / value).exists()):
+            continue
+        OmegaConf.update(written, key, str(whole_path(base / value)))
+    return written
+
+
+def whole_path(path: Path | str) -> Path:
+    """Return a path from the root without `..`, before which links are followed; elsewhere they keep their names."""
+    path = Path(path).absolute()
+    if ".." not in path.parts:
+        return path
+    return path.resolve() if path.name == ".." else path.parent.resolve() / path.name
 
 
 def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -75,19 +100,6 @@ def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key!s}"
         elif isinstance(child := node._get_node(key), DictConfig) and not child._is_none():
             yield from _unknown_keys(child, f"{prefix}{key}.")
-
-
-def _absolute_files(options: Group, *names: str) -> Group:
-    """Return the options with the files that these fields name written from the root; links stay links."""
-    named = {name: getattr(options, name) for name in names}
-    files: dict[str, Any] = {name: str(whole_path(file)) for name, file in named.items() if file}
-    return dataclasses.replace(options, **files)
-
-
-def whole_path(path: Path | str) -> Path:
-    """Return a path from the root; a file that is a link keeps the name that was typed, which says its format."""
-    path = Path(path)
-    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
 def to_plain(config: Config) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+from pathlib import Path
 
 from rotexp.config import (
     COMPONENTS,
@@ -164,8 +164,9 @@ def _validate_data(data: DataConfig) -> None:
     if data.source is DataSource.text:
         for name in ("calibration", "evaluation"):
             require(bool(getattr(data, name)), f"data.{name}", None, "a text file", f"set data.{name}=FILE")
+        same = Path(str(data.calibration)).resolve() == Path(str(data.evaluation)).resolve()
         require(
-            os.path.realpath(str(data.calibration)) != os.path.realpath(str(data.evaluation)),
+            not same,
             "data.evaluation",
             data.evaluation,
             "another file than data.calibration",

@@ -54,7 +54,8 @@ def record_end(folder: Path, status: str, message: str) -> None:
 
     A full disk must not hide the first error.
     """
-    sys.stderr.write(f"rotexp: the run {status}: {message} (see {os.path.relpath(folder)}/rank-*.log)\n")
+    shown = folder if Path.cwd() == folder else os.path.relpath(folder)  # hydra.job.chdir=true
+    sys.stderr.write(f"rotexp: the run {status}: {message} (see {shown}/rank-*.log)\n")
     try:
         summary = readable_summary(folder)
         if summary.get("status", "running") == "running":

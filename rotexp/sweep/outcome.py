@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rotexp.compose import differences, to_plain, whole_path
+from rotexp.compose import differences, to_plain
 from rotexp.config import RECORDING, Config, ModelConfig, ModelDtype
 from rotexp.finished_run import read_finished_run
 from rotexp.reading import UnreadableError
@@ -117,7 +117,8 @@ def finished_before(job: Job) -> Outcome | None:
 
 def _as_resolved(model: ModelConfig, then: ModelConfig) -> ModelConfig:
     """Return a model with what a run resolved: the whole path, the commit of a branch, the dtype of its checkpoint."""
-    path = str(whole_path(model.path)) if model.path and Path(model.path).exists() else model.path
+    same = model.path and then.path and Path(model.path).resolve() == Path(then.path).resolve()
+    path = then.path if same else model.path
     commit = model.revision if re.fullmatch("[0-9a-f]{40}", model.revision or "") else then.revision
     dtype = then.dtype if model.dtype is ModelDtype.auto else model.dtype
     return replace(model, path=path, revision=commit, dtype=dtype)

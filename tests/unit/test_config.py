@@ -175,6 +175,36 @@ def test_a_link_keeps_its_name_and_is_no_other_file(tmp_path: Path) -> None:
     assert message.startswith(f"data.evaluation={tmp_path / 'b.jsonl'}: must be another file than data.calibration; ")
 
 
+def test_the_name_that_was_typed_is_recorded_and_not_what_it_links_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "blobs" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("blobs/deep")
+    (tmp_path / "model.safetensors").symlink_to("blobs/0123")
+    monkeypatch.chdir(tmp_path)
+    config = compose("model=hf", "model.path=model.safetensors", "rotation.path=model.safetensors", "resume=link")
+    assert config.model.path == "model.safetensors", "a link to nothing is nothing, so it may be an id of the hub"
+    (tmp_path / "blobs" / "0123").touch()
+    config = compose("model=hf", "model.path=model.safetensors", "rotation.path=link/../R.bin", "resume=link")
+    assert config.model.path == f"{tmp_path}/model.safetensors"
+    assert config.rotation.path == f"{tmp_path}/blobs/R.bin", "the parent of what is linked to, as the system has it"
+    assert config.resume == f"{tmp_path}/link"
+    data = compose("data=text", "data.calibration=/dev/fd/63", "data.evaluation=texts/*.txt").data
+    assert (data.calibration, data.evaluation) == ("/dev/fd/63", f"{tmp_path}/texts/*.txt")
+
+
+@pytest.mark.parametrize("value", ["org/model", "./org/model", "org/model/.."])
+def test_an_id_of_the_hub_is_a_path_only_where_there_is_something(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ("data=wikitext2", f"data.path={value}", "model=hf", f"model.path={value}")
+    assert (compose(*options).data.path, compose(*options).model.path) == (value, value)
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    found = f"{tmp_path}/org" if value.endswith("..") else f"{tmp_path}/org/model"
+    assert (compose(*options).data.path, compose(*options).model.path) == (found, found)
+
+
 FORBIDDEN_TARGETS = [
     "torch.load",
     "os.system",
