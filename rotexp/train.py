@@ -13,12 +13,14 @@ from rotexp.compose import to_config
 from rotexp.sweep.outcome import grouped
 from rotexp.sweep.scheduled import is_done
 from rotexp.sweep.sweep import Sweep
+from rotexp.tracking.limits import check_tracker
 
 
 def train(composed: DictConfig) -> int:
     """Carry out one composed run and return its exit code."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     config = to_config(composed)
+    check_tracker(config.tracker)
     if HydraConfig.get().mode is RunMode.MULTIRUN:  # a scheduler started this job of a sweep
         if is_done(config, folder):
             return 0

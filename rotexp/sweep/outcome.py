@@ -16,6 +16,8 @@ from rotexp.config import RECORDING, Config, ModelConfig, ModelDtype
 from rotexp.finished_run import read_finished_run
 from rotexp.reading import UnreadableError
 from rotexp.tracking.files import STATUSES, read_summary, readable_summary, write_summary
+from rotexp.tracking.limits import LONGEST_NAME
+from rotexp.tracking.naming import shortened
 
 
 class Status(Enum):
@@ -220,4 +222,5 @@ def figure(summary: Mapping[str, Any], path: str) -> float | None:
 def grouped(config: Config, sweep: Path) -> Config:
     """Return a job's configuration, its W&B group the name of the sweep's folder unless it names one."""
     tracker = config.tracker
-    return replace(config, tracker=replace(tracker, group=tracker.group or sweep.absolute().name))
+    group = tracker.group or shortened(sweep.absolute().name, LONGEST_NAME)
+    return replace(config, tracker=replace(tracker, group=group))

@@ -21,6 +21,7 @@ from rotexp.compose import to_config
 from rotexp.sweep.names import axes_of, job_name
 from rotexp.sweep.outcome import Job, Outcome, grouped
 from rotexp.sweep.sweep import Sweep
+from rotexp.tracking.limits import check_sweep, check_tracker
 from rotexp.wrong_request import REFUSALS, explain
 
 MODULE = "hydra_plugins.rotexp"
@@ -66,7 +67,8 @@ class Planner:
         """Compose and check a batch of jobs, the first of which has that number.
 
         Raises:
-            ValueError: a job has no folder of its own below the sweep's; nothing was recorded then.
+            ValueError: a job has no folder of its own below the sweep's, or all would be one W&B run; nothing was
+                recorded then.
         """
         assert self.sweep is not None
         planned, axes = Planned(), [axes_of(overrides, self.keys) for overrides in batch]
@@ -85,6 +87,7 @@ class Planner:
             except REFUSALS as error:
                 refused[name] = explain(error)
         self._require_folders(planned.jobs.values())
+        check_sweep([job.config.tracker for job in planned.jobs.values()])
         for name, varied in zip(planned.names, axes, strict=True):
             self.sweep.expect(name, varied)
         for name, reason in refused.items():
@@ -104,7 +107,9 @@ class Planner:
             sweep = Path(str(self.master.hydra.sweep.dir))
             folder = Path(os.path.normpath(sweep / str(composed.hydra.sweep.subdir)))
             del composed["hydra"]
-        return Job(name, axes, folder, grouped(to_config(composed), sweep))
+        config = grouped(to_config(composed), sweep)
+        check_tracker(config.tracker)
+        return Job(name, axes, folder, config)
 
     def _require_folders(self, jobs: Iterable[Job]) -> None:
         """Refuse the sweep where jobs would share a folder, or one lies outside the sweep's, which cannot be moved."""

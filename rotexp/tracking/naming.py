@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
+
+from rotexp.tracking.limits import LONGEST_NAME, LONGEST_TAG
 
 NAMED_BY = {"sharding": "strategy", "sync_mode": "mode", "launch": "kind", "tracker": "kind"}
 """The groups without a field `name`, and the field that says which option was chosen."""
@@ -16,8 +19,15 @@ AXES = ("model", "quant", "rotation", "sharding", "sync_mode")
 TAGS = {"sharding": "sharding", "sync": "sync_mode", "quant": "quant", "rotation": "rotation"}
 """The kinds of tags, and the group each is the option of."""
 
-LONGEST_NAME, LONGEST_TAG = 128, 64
-"""In characters, what W&B takes."""
+LONGEST_FOLDER = 100
+"""Characters of a folder's name within a run's."""
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return a text of at most that many characters: a longer one is cut, and ends in a digest of the whole."""
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def option_name(plain: Mapping[str, Any], group: str) -> str:
@@ -37,9 +47,22 @@ def mirrored_config(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 def axes_name(plain: Mapping[str, Any]) -> str:
     """Return a name made of what people compare, such as `tiny-w4a4-learned-full-off-seed0`."""
+    return shortened(_axes(plain), LONGEST_NAME)
+
+
+def _axes(plain: Mapping[str, Any]) -> str:
     options = (option_name(plain, group) for group in AXES[1:])
     parts = [_model_name(plain), *options, f"seed{plain['seed']}"]
-    return "-".join(map(_plain_text, parts))[:LONGEST_NAME]
+    return "-".join(map(_plain_text, parts))
+
+
+def place_in_group(folder: PurePath, group: str | None) -> str:
+    """Return the path of a run's folder below the one that its group is called by, or else the folder's own name."""
+    below = folder.parts[-1:]
+    for parent in folder.parents:
+        if parent.name and shortened(parent.name, LONGEST_NAME) == group:
+            below = folder.relative_to(parent).parts
+    return "/".join(below)
 
 
 def display_name(plain: Mapping[str, Any], *, folder: str) -> str:
@@ -50,16 +73,22 @@ def display_name(plain: Mapping[str, Any], *, folder: str) -> str:
     Args:
         folder: the name of the run's folder.
     """
-    axes, suffix = axes_name(plain), f"-{_plain_text(folder)}"
-    return axes[: LONGEST_NAME - len(suffix)] + suffix if plain["tracker"].get("group") else axes
+    suffix = f"-{shortened(_plain_text(folder), LONGEST_FOLDER)}"
+    in_a_group = plain["tracker"].get("group")
+    return _axes(plain)[: LONGEST_NAME - len(suffix)] + suffix if in_a_group else axes_name(plain)
 
 
 def tags(plain: Mapping[str, Any]) -> list[str]:
     """Return the tags a user gave and those of the run's options (`sharding:full`), each once."""
     options = [f"{kind}:{option_name(plain, group)}" for kind, group in TAGS.items()]
     simulated = ["simulated"] if plain["sharding"].get("sim_world") else []
-    every = [*map(str, plain["tracker"].get("tags", [])), *options, *simulated]
-    return list(dict.fromkeys(tag[:LONGEST_TAG] for tag in every))
+    given = [str(tag)[:LONGEST_TAG] for tag in plain["tracker"].get("tags", [])]
+    return list(dict.fromkeys([*given, *(shortened(tag, LONGEST_TAG) for tag in (*options, *simulated))]))
+
+
+def artifact_name(run_id: str, *, kind: str) -> str:
+    """Return the name of a run's artifact of a kind, of characters that W&B takes there."""
+    return shortened(_plain_text(f"{kind}-{run_id}"), LONGEST_NAME)
 
 
 def _model_name(plain: Mapping[str, Any]) -> str:

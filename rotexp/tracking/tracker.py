@@ -52,7 +52,7 @@ def _record_again(mirror: WandbMirror, folder: Path, earlier: Sequence[Path]) ->
     """Let one offline run hold the whole history: send it the rows so far, and remove the runs that held them."""
     for row in revived(read_metrics(folder)):
         mirror.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
-    if mirror.run_id is not None:
+    if mirror.complete():
         for run in earlier:
             shutil.rmtree(run, ignore_errors=True)
 

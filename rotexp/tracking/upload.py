@@ -14,6 +14,7 @@ from typing import Any
 from rotexp.config import TrackerConfig, TrackerKind, WandbMode
 from rotexp.reading import read_yaml
 from rotexp.tracking.files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics, read_summary, revived
+from rotexp.tracking.limits import check_tracker
 from rotexp.tracking.wandb import WandbMirror, has_key
 
 
@@ -58,12 +59,15 @@ def replay(folder: Path, *, mode: WandbMode) -> str | None:
     """
     plain = read_plain_config(folder)
     rows, summary = read_metrics(folder), revived(read_summary(folder))
-    mirror = WandbMirror(_tracker(plain, mode), folder, plain_config=plain)
+    tracker = _tracker(plain, mode)
+    check_tracker(tracker)
+    mirror = WandbMirror(tracker, folder, plain_config=plain)
     for row in revived(rows):
         step = row.pop("step")
         mirror.log(row, step=step)
+    complete = mirror.complete()
     mirror.finish(summary, exit_code=0 if summary.get("status") == "done" else 1)
-    return mirror.run_id
+    return mirror.run_id if complete else None
 
 
 def read_plain_config(folder: Path) -> dict[str, Any]:

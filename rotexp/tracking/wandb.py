@@ -7,12 +7,14 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from rotexp.config import TrackerConfig, WandbMode
 from rotexp.metrics.keys import find_metric
 from rotexp.tracking.files import finite
-from rotexp.tracking.naming import display_name, mirrored_config, tags
+from rotexp.tracking.limits import ONLINE
+from rotexp.tracking.naming import artifact_name, display_name, mirrored_config, place_in_group, tags
 
 LOGGER = logging.getLogger(__name__)
 
@@ -28,7 +30,11 @@ ARTIFACT_FILES = ("rotations.safetensors", "config.resolved.yaml")
 
 
 class WandbMirror:
-    """Sends rows to W&B, online or to an offline run in the folder; the first failure is said once and ends it."""
+    """Sends rows to W&B, online or to an offline run in the folder, on a thread of its own that nobody waits for.
+
+    A call that fails is said once, and those after it are made all the same; one that hangs delays them, and the run's
+    end no longer than `FINISH_SECONDS`. Where W&B cannot be reached at first, the run is recorded offline.
+    """
 
     def __init__(
         self,
@@ -49,60 +55,82 @@ class WandbMirror:
         self._run: Any = None
         self._run_id: str | None = None
         self._given_up = False
+        self._failures: list[str] = []
         self._folder = folder
         self._logged_to = logged_to if run_id else -1  # a new run has seen nothing
         self._defined: set[str] = set()
-        self._guarded(lambda: self._open(config, plain_config, run_id), seconds=2 * INIT_SECONDS)
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._make_calls, name="wandb", daemon=True)
+        self._thread.start()
+        self._calls.put(lambda: self._open(config, plain_config, run_id))
+        seconds = 3 * INIT_SECONDS
+        answered = self._wait(seconds=seconds)
+        if self._run is None:
+            self._give_up(self._failures[0] if answered else _no_answer(seconds))
 
     @property
     def run_id(self) -> str | None:
         """What W&B calls the run; None when it was given up."""
         return None if self._given_up else self._run_id
 
+    def complete(self) -> bool:
+        """Wait, but not for long, until what was sent has been taken; return whether all of it was."""
+        return not self._given_up and self._wait(seconds=FINISH_SECONDS) and not self._failures
+
     def log(self, row: Mapping[str, float], *, step: int) -> None:
         """Send the metrics of a step, unless W&B saw them before the run was resumed."""
-        at = self._new_step(row, step)
-        if self._run is not None and at is not None:
-            self._guarded(lambda: self._send(row, at), seconds=FINISH_SECONDS)
+        at, kept = self._new_step(row, step), dict(row)
+        if at is not None and not self._given_up:
+            self._calls.put(lambda: self._send(kept, at))
 
     def finish(self, summary: Mapping[str, Any], *, exit_code: int) -> None:
         """Send the end state, its rotations as a table and their file, and wait for W&B, but not for long."""
-        run, self._run = self._run, None
-        if run is None:
+        if self._given_up:
             return
+        run = self._run
         files = [path for name in ARTIFACT_FILES if (path := self._folder / name).is_file()] if not exit_code else []
-
-        def end() -> None:
-            try:
-                figures = {name: value for name, value in summary.items() if name != ROTATIONS}
-                run.summary.update(finite(figures))
-                _send_rotations(run, summary.get(ROTATIONS) or [], files)
-            finally:
-                run.finish(exit_code=exit_code)
-
-        upload = sum(path.stat().st_size for path in files) / UPLOAD_BYTES_PER_S
-        self._guarded(end, seconds=FINISH_SECONDS + upload)
+        figures = {name: value for name, value in summary.items() if name != ROTATIONS}
+        self._calls.put(lambda: run.summary.update(finite(figures)))
+        self._calls.put(lambda: _send_table(run, summary.get(ROTATIONS) or []))
+        self._calls.put(lambda: _send_files(run, files))
+        self._calls.put(lambda: run.finish(exit_code=exit_code))
+        self._calls.put(None)
+        seconds = FINISH_SECONDS + sum(path.stat().st_size for path in files) / UPLOAD_BYTES_PER_S
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._give_up(_no_answer(seconds))
 
     def _open(self, config: TrackerConfig, plain_config: Mapping[str, Any], run_id: str | None) -> None:
+        mode = resolve_mode(config.mode)
+        try:
+            run = self._init(config, plain_config, run_id, mode=mode)
+        except Exception as error:  # of the network, or the account
+            if mode not in ONLINE:
+                raise
+            remedy = f"recorded offline, python -m rotexp.sync {self._folder} uploads it"
+            LOGGER.warning("W&B: %s; %s", _one_line(error), remedy)
+            run = self._init(config, plain_config, run_id, mode="offline")
+        if not self._given_up:
+            self._run, self._run_id = run, run.id
+
+    def _init(self, config: TrackerConfig, plain_config: Mapping[str, Any], run_id: str | None, *, mode: Any) -> Any:
         import wandb
 
-        mode: Any = resolve_mode(config.mode)
-        run = wandb.init(
+        place = place_in_group(self._folder, config.group)
+        return wandb.init(
             dir=self._folder,
             project=config.project,
             entity=config.entity,
             group=config.group,
             job_type=config.job_type,
             tags=tags(plain_config),
-            name=config.run_name or display_name(plain_config, folder=self._folder.name),
+            name=config.run_name or display_name(plain_config, folder=place),
             config=mirrored_config(plain_config),
             id=run_id,
             resume="allow" if run_id else None,
             mode=mode,
             settings=wandb.Settings(silent=True, console="off", init_timeout=INIT_SECONDS),
         )
-        if not self._given_up:
-            self._run, self._run_id = run, run.id
 
     def _new_step(self, row: Mapping[str, float], step: int) -> int | None:
         """Return the step at which to send a row; None for one that W&B saw.
@@ -113,10 +141,12 @@ class WandbMirror:
             return step
         return None if step < self._logged_to or "train/loss" in row else step + 1
 
-    def _send(self, row: Mapping[str, float], step: int) -> None:
-        for key in row.keys() - self._defined:
-            self._define(key)
-        self._run.log(dict(row), step=step)
+    def _send(self, row: dict[str, float], step: int) -> None:
+        try:
+            for key in row.keys() - self._defined:
+                self._define(key)
+        finally:
+            self._run.log(row, step=step)
 
     def _define(self, key: str) -> None:
         """Define a series when it is first met, by its whole name: of several patterns W&B takes the first alone."""
@@ -124,33 +154,54 @@ class WandbMirror:
         if metric := find_metric(key):
             self._run.define_metric(key, step_metric="_step", step_sync=False, summary=metric.wandb_summary)
 
-    def _guarded(self, call: Callable[[], object], *, seconds: float) -> None:
-        """Run a call of W&B's aside, for so long; on failure or delay say so once and stop mirroring."""
-        failure: list[BaseException] = []
-
-        def attempt() -> None:
+    def _make_calls(self) -> None:
+        """Make the calls that are asked for, one after the other; none that fails ends the run or the mirror."""
+        while (call := self._calls.get()) is not None:
             try:
                 call()
             except Exception as error:  # W&B must never end a run
-                failure.append(error)
+                self._failures.append(_one_line(error))
+                if self._run is not None and len(self._failures) == 1:
+                    LOGGER.warning("W&B: %s; what it did not take is missing there, %s", _one_line(error), self._remedy)
 
-        thread = threading.Thread(target=attempt, name="wandb", daemon=True)
-        thread.start()
-        thread.join(seconds)
-        if failure or thread.is_alive():
-            self._run, self._given_up = None, True
-            reason = " ".join(str(failure[0]).split()) if failure else f"no answer within {seconds:.0f} s"
-            LOGGER.warning("W&B: %s; the run goes on without it, metrics.jsonl holds everything", reason)
+    def _wait(self, *, seconds: float) -> bool:
+        """Wait until every call asked for so far is made; return whether it was."""
+        made = threading.Event()
+        self._calls.put(made.set)
+        return made.wait(seconds)
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        self._calls.put(None)
+        LOGGER.warning("W&B: %s; the run goes on without it, %s", reason, self._remedy)
+
+    @property
+    def _remedy(self) -> str:
+        return f"metrics.jsonl holds everything, python -m rotexp.sync --rebuild {self._folder} sends it anew"
 
 
-def _send_rotations(run: Any, rows: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> None:
-    """Show the rotations' figures as a table, and keep their file with the configuration that made it."""
+def _no_answer(seconds: float) -> str:
+    return f"no answer within {seconds:.0f} s"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _send_table(run: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Show the rotations' figures as a table."""
     import wandb
 
     if rows:
         run.summary[ROTATIONS] = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+
+
+def _send_files(run: Any, files: Sequence[Path]) -> None:
+    """Keep the rotations' file with the configuration that made it."""
+    import wandb
+
     if any(path.name == ARTIFACT_FILES[0] for path in files):
-        artifact = wandb.Artifact(f"{ROTATIONS}-{run.id}", type=ROTATIONS)
+        artifact = wandb.Artifact(artifact_name(run.id, kind=ROTATIONS), type=ROTATIONS)
         for path in files:
             artifact.add_file(str(path.resolve()), policy="immutable", skip_cache=True)  # no copy outside the folder
         run.log_artifact(artifact)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rotexp.tracking.limits import check_project
 from rotexp.tracking.wandb import has_key
 
 if TYPE_CHECKING:
@@ -17,8 +18,9 @@ def build_workspace(*, project: str, entity: str, name: str) -> Workspace:
     """Build the workspace of a project's runs; asks nobody.
 
     Raises:
-        ValueError: the library is not installed.
+        ValueError: the library is not installed, or no project has that name.
     """
+    check_project(project, key="project")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic's, in the library itself

@@ -29,7 +29,8 @@ def sweep(
             kept.record(left(job))
 
     def ask(*arguments: str) -> tuple[int, str, str]:
-        given = [f"hydra.sweep.dir={tmp_path}/sweep", "tracker=jsonl", *arguments]
+        given = [f"hydra.sweep.dir={tmp_path}/sweep", *arguments]
+        given += [] if any(argument.startswith("tracker=") for argument in given) else ["tracker=jsonl"]
         monkeypatch.setattr(sys, "argv", ["rotexp.train", "-m", *given])
         with pytest.raises(SystemExit) as end:
             main()
@@ -114,3 +115,23 @@ def test_a_sweep_folder_that_cannot_be_made_is_named_by_its_key(below: str, swee
     assert errors.endswith(
         f"hydra.sweep.dir={tmp_path}/sweep{below}: cannot be made ({reason}); choose another folder\n"
     )
+
+
+def test_an_exported_run_id_ends_a_sweep_before_it_makes_one_run_of_all_jobs(
+    sweep: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_RUN_ID", "abc")
+    reason = "rotexp: WANDB_RUN_ID=abc: would make one W&B run of all jobs; unset it, or set tracker=jsonl\n"
+    assert sweep("seed=3,4", "tracker=wandb") == (2, "", reason)
+    assert sweep("seed=-1,4", "tracker=wandb") == (2, "", reason)
+    assert list(tmp_path.iterdir()) == []
+    assert sweep("seed=3,4", "tracker=wandb", "tracker.mode=disabled")[0] == 0
+
+
+def test_a_job_whose_names_wandb_would_not_take_is_refused_and_the_others_run(sweep: Asked) -> None:
+    code, output, errors = sweep("tracker.job_type=a," + "b" * 65, "tracker=wandb")
+    assert code == 2
+    assert errors.startswith(
+        "rotexp: tracker.job_type=bbbbbbbbbbbbbbbbbbbb… (65 characters): must be 1 to 64 characters"
+    )
+    assert (output.count("│ done"), output.count("│ refused")) == (1, 1)

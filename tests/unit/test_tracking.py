@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import wandb
 from damaged import damaged
+from safetensors.torch import save_file
 
 from rotexp import folders
 from rotexp.config import Config, TrackerConfig, TrackerKind, WandbMode
@@ -371,8 +373,83 @@ def test_a_failing_call_is_said_once_and_harms_nothing(
     setattr(run, method, failing)
     monkeypatch.setattr(wandb, "init", lambda **_: run)
     live(open_mirror(tmp_path))
-    assert calls == [method]
+    assert calls == [method] * (3 if method == "log" else 1)
     assert len(warnings_of(caplog)) == 1
+    assert len(run.rows) == (0 if method == "log" else 3)
+    assert run.summary["status"] == "done"
+    assert run.exit_codes == ([] if method == "finish" else [0])
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_one_failing_row_loses_that_row_alone(
+    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    count = iter(range(1, 9))
+    run = FakeRun(log=lambda: fail() if next(count) == failing else None)
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    save_file({"R1": torch.eye(4)}, tmp_path / "rotations.safetensors")
+    opened = open_mirror(tmp_path)
+    live(opened)
+    assert [step for step, _ in run.rows] == [step for step in (1, 2, 3) if step != failing]
+    assert (run.summary["status"], run.exit_codes, len(run.artifacts)) == ("done", [0], 1)
+    assert opened.run_id == "run1"
+    (warning,) = warnings_of(caplog)
+    again = f"python -m rotexp.sync --rebuild {tmp_path} sends it anew"
+    assert (
+        warning == f"W&B: no such host; what it did not take is missing there, metrics.jsonl holds everything, {again}"
+    )
+
+
+def test_a_mirror_that_answers_again_is_given_every_row_and_holds_up_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, release: threading.Event
+) -> None:
+    run = FakeRun(log=lambda: release.wait(10))
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    opened = open_mirror(tmp_path)
+    for step in (1, 2, 3):
+        opened.log({"train/loss": 1.0}, step=step)
+    assert run.rows == []  # the first call hangs, and nobody waits for it
+    release.set()
+    opened.finish({"status": "done"}, exit_code=0)
+    assert [step for step, _ in run.rows] == [1, 2, 3]
+    assert (run.exit_codes, warnings_of(caplog)) == ([0], [])
+
+
+@pytest.mark.parametrize(("mode", "tried"), [("online", ["online", "offline"]), ("offline", ["offline"])])
+def test_a_run_that_cannot_be_opened_online_is_recorded_offline(
+    mode: str,
+    tried: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run, modes = FakeRun(), []
+
+    def init(*, mode: str, **_: object) -> FakeRun:
+        modes.append(mode)
+        return run if len(modes) == 2 else fail()  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(wandb, "init", init)
+    live(WandbMirror(TrackerConfig(mode=WandbMode[mode]), tmp_path, plain_config=PLAIN))
+    assert modes == tried
+    (warning,) = warnings_of(caplog)
+    if mode == "online":
+        assert warning == f"W&B: no such host; recorded offline, python -m rotexp.sync {tmp_path} uploads it"
+        assert ([step for step, _ in run.rows], run.exit_codes) == ([1, 2, 3], [0])
+    else:
+        assert warning.startswith("W&B: no such host; the run goes on without it, metrics.jsonl holds everything")
+
+
+def test_offline_runs_stay_where_not_all_of_them_could_be_recorded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = tmp_path / "wandb" / "offline-run-1-abc"
+    earlier.mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
+    for log, left in ((fail, True), (lambda: None, False)):
+        monkeypatch.setattr(wandb, "init", lambda log=log, **_: FakeRun(log=log))
+        open_trackers(Config(tracker=OFFLINE), tmp_path, plain_config=PLAIN, rank=0).finish({}, exit_code=0)
+        assert earlier.exists() is left
 
 
 def test_a_start_that_stalls_is_given_up_even_if_it_answers_later(

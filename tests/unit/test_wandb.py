@@ -42,7 +42,15 @@ from rotexp.metrics.rotations import rotation_metrics, rotation_rows
 from rotexp.optim.stiefel import orthogonality_error
 from rotexp.tracking import upload
 from rotexp.tracking.files import truncate_metrics, write_summary
-from rotexp.tracking.naming import axes_name, display_name, mirrored_config, tags
+from rotexp.tracking.naming import (
+    artifact_name,
+    axes_name,
+    display_name,
+    mirrored_config,
+    place_in_group,
+    shortened,
+    tags,
+)
 from rotexp.tracking.tracker import Trackers, open_trackers
 from rotexp.tracking.upload import find_runs, replay
 from rotexp.tracking.wandb import WandbMirror
@@ -185,6 +193,47 @@ def test_the_jobs_of_a_group_are_told_apart_by_their_folders() -> None:
     assert len(display_name(long, folder="17")) == 128
 
 
+def test_names_that_are_too_long_are_cut_and_stay_apart() -> None:
+    one, other = (
+        to_plain(configured(model=ModelConfig("hf", path="x" * 200 + end), quant=QuantConfig("q" * 80 + end)))
+        for end in "ab"
+    )
+    assert len(axes_name(one)) == len(axes_name(other)) == 128
+    assert axes_name(one) != axes_name(other)
+    assert axes_name(one) == axes_name(one)
+    assert all(len(tag) <= 64 for tag in tags(one))
+    assert set(tags(one)) != set(tags(other))
+    group = to_plain(configured(tracker=TrackerConfig(group="sweep")))
+    first, second = (display_name(group, folder="y" * 250 + end) for end in "ab")
+    assert (len(first), len(second), first == second) == (128, 128, False)
+
+
+@pytest.mark.parametrize(
+    ("folder", "group", "place"),
+    [
+        ("/x/sweep/seed-0", "sweep", "seed-0"),
+        ("/x/sweep/a/0", "sweep", "a/0"),
+        ("/x/sweep/a/0", "mine", "0"),
+        ("/x/sweep/a/0", None, "0"),
+        (f"/x/{'s' * 200}/a/0", shortened("s" * 200, 128), "a/0"),
+    ],
+)
+def test_a_job_is_called_by_its_place_below_the_folder_of_its_group(folder: str, group: str | None, place: str) -> None:
+    assert place_in_group(Path(folder), group) == place
+
+
+@pytest.mark.parametrize("run_id", ["abc", "a b&c", "é" * 128, "x" * 128])
+def test_an_artifact_has_a_name_that_wandb_takes_whatever_the_run_is_called(run_id: str) -> None:
+    assert wandb.Artifact(artifact_name(run_id, kind="rotations"), type="rotations").name.startswith("rotations")
+
+
+def test_a_run_whose_options_wandb_would_not_take_is_not_uploaded_and_says_why(tmp_path: Path) -> None:
+    recorded(tmp_path / "run", configured(tracker=TrackerConfig(kind=TrackerKind.jsonl, project="team/x")))
+    with pytest.raises(ValueError, match=r"tracker\.project=team/x: must be without / .*; set tracker\.entity=team"):
+        replay(tmp_path / "run", mode=WandbMode.offline)
+    assert not (tmp_path / "run" / "wandb").exists()
+
+
 def test_tags_are_those_given_and_the_options_each_once() -> None:
     plain = to_plain(configured(tracker=TrackerConfig(tags=["paper", "paper", "quant:w4a4", "y" * 99])))
     options = ["sharding:hybrid_zero2", "sync:universal", "rotation:learned_r4"]
@@ -272,6 +321,7 @@ def test_a_table_that_cannot_be_made_harms_neither_end_nor_exit_code(
 
     monkeypatch.setattr(wandb, "Table", fail)
     recorded(tmp_path / "run", configured())
+    assert [record.type for record in records(tmp_path / "run", "artifact")] == ["rotations"]
     assert [record.exit_code for record in records(tmp_path / "run", "exit")] == [0]
     assert summary_of(tmp_path / "run")["status"] == "done"
     assert [record.getMessage() for record in caplog.records if "read-only" in record.getMessage()] != []
