@@ -65,7 +65,7 @@ def replay(folder: Path, *, mode: WandbMode) -> str | None:
     for row in revived(rows):
         step = row.pop("step")
         mirror.log(row, step=step)
-    complete = mirror.complete()
+    complete = mirror.complete() and not mirror.fell_back
     mirror.finish(summary, exit_code=0 if summary.get("status") == "done" else 1)
     return mirror.run_id if complete else None
 

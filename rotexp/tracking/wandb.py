@@ -34,6 +34,9 @@ class WandbMirror:
 
     A call that fails is said once, and those after it are made all the same; one that hangs delays them, and the run's
     end no longer than `FINISH_SECONDS`. Where W&B cannot be reached at first, the run is recorded offline.
+
+    Attributes:
+        fell_back: whether it was.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class WandbMirror:
         """
         self._run: Any = None
         self._run_id: str | None = None
+        self.fell_back = False
         self._given_up = False
         self._failures: list[str] = []
         self._folder = folder
@@ -110,6 +114,7 @@ class WandbMirror:
             remedy = f"recorded offline, python -m rotexp.sync {self._folder} uploads it"
             LOGGER.warning("W&B: %s; %s", _one_line(error), remedy)
             run = self._init(config, plain_config, run_id, mode="offline")
+            self.fell_back = True
         if not self._given_up:
             self._run, self._run_id = run, run.id
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import wandb
+import yaml
 from damaged import damaged
 from safetensors.torch import save_file
 
@@ -32,6 +33,7 @@ from rotexp.tracking.files import (
 )
 from rotexp.tracking.naming import mirrored_config
 from rotexp.tracking.tracker import Trackers, open_trackers
+from rotexp.tracking.upload import replay
 from rotexp.tracking.wandb import WandbMirror, resolve_mode
 
 CONTRACT_METRICS = """
@@ -438,6 +440,14 @@ def test_a_run_that_cannot_be_opened_online_is_recorded_offline(
         assert ([step for step, _ in run.rows], run.exit_codes) == ([1, 2, 3], [0])
     else:
         assert warning.startswith("W&B: no such host; the run goes on without it, metrics.jsonl holds everything")
+
+
+def test_an_upload_that_only_recorded_offline_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.resolved.yaml").write_text(yaml.safe_dump(PLAIN))
+    write_summary(tmp_path, {"status": "done"})
+    for modes_that_fail, run_id in ((["online"], None), ([], "run1")):
+        monkeypatch.setattr(wandb, "init", lambda *, mode, no=modes_that_fail, **_: fail() if mode in no else FakeRun())
+        assert replay(tmp_path, mode=WandbMode.online) == run_id
 
 
 def test_offline_runs_stay_where_not_all_of_them_could_be_recorded_again(
