@@ -177,7 +177,7 @@ def _load_safetensors(path: Path, where: str) -> LoadedRotations:
     try:
         placements = {name: str(entry["placement"]) for name, entry in json.loads(metadata["rotations"]).items()}
         online = {name: int(order) for name, order in json.loads(metadata["online"]).items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{where}: its metadata cannot be read ({reason}); name another file") from None
     facts = {name: text for name, text in metadata.items() if name not in STRUCTURE}

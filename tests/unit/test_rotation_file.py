@@ -241,6 +241,13 @@ UNREADABLE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda path: save_file(rotations(), path, metadata={"format": "rotexp", "rotations": "[]", "online": "{}"}),
         "its metadata cannot be read (AttributeError: ",
     ),
+    "deep metadata": (
+        "R.safetensors",
+        lambda path: save_file(
+            rotations(), path, metadata={"format": "rotexp", "rotations": "[" * 100_000, "online": "{}"}
+        ),
+        "its metadata cannot be read (RecursionError: ",
+    ),
     "a matrix alone": ("R.bin", lambda path: torch.save(torch.eye(3), path), "holds a Tensor, not matrices by name"),
     "other keys": (
         "R.bin",
