@@ -250,13 +250,12 @@ def find_spec(model: nn.Module) -> ArchSpec:
         )
     _check_experts(model, candidates[0])
     _check_sizes(model)
-    fitting = [spec for spec in candidates if not check_structure(model, spec)]
-    if not fitting:
-        raise ValueError(f"model_type={kind}: {check_structure(model, candidates[0])[0]}")
-    gaps = [check_coverage(model, spec) for spec in fitting]
+    gaps = [check_structure(model, spec) or check_coverage(model, spec) for spec in candidates]
     if all(gaps):
-        raise ValueError(f"model_type={kind}: {min(gaps, key=len)[0]}")
-    return fitting[gaps.index([])]
+        standing = [check_coverage(model, spec) for spec in candidates if not check_structure(model, spec)]
+        nearest = gaps[0] if declared or not standing else min(standing, key=len)
+        raise ValueError(f"model_type={kind}: {nearest[0]}")
+    return candidates[gaps.index([])]
 
 
 def _check_experts(model: nn.Module, spec: ArchSpec) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import Gemma2Config, LlamaConfig, MixtralConfig, OPTConfig, Phi3Config, PreTrainedConfig
+from transformers import Gemma2Config, LlamaConfig, MixtralConfig, OlmoConfig, OPTConfig, Phi3Config, PreTrainedConfig
 
 REPOSITORY = Path(__file__).parents[2]
 SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 99}
@@ -44,6 +44,17 @@ def inspected(config: PreTrainedConfig, *overrides: str, folder: Path) -> str:
     assert code == 0, errors
     assert sorted(path.name for path in folder.iterdir()) == ["config.json"]  # no run folder, nothing else
     return output
+
+
+def test_a_flag_that_a_rotation_cannot_pass_is_named(described: Path) -> None:
+    config = OlmoConfig(**GROUPED, clip_qkv=8.0, eos_token_id=2)
+    named = "model_type=olmo: clip_qkv=8.0 stands between values and output"
+    output = inspected(config, folder=described)
+    assert "R1 placed merged into weights" in output
+    assert f"R2 left out: {named}" in output
+    assert f"R2 refused: rotation.r2=true: cannot act: {named}" in inspected(
+        config, "rotation.r2=true", folder=described
+    )
 
 
 def test_a_llama_is_shown_module_by_module(described: Path) -> None:

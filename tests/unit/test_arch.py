@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from rotexp.models.arch import (
     ArchSpec,
     ValueRows,
     check_coverage,
+    check_structure,
     embedding_name,
     find_spec,
     head_dim,
@@ -264,3 +267,58 @@ def test_values_lie_behind_queries_and_keys_or_behind_those_of_their_head() -> N
 def test_the_width_of_a_head_is_explicit_or_a_share_of_the_stream() -> None:
     assert head_dim(ON_META["qwen3 with wide heads"]) == 20
     assert head_dim(ON_META["opt"]) == head_dim(ON_META["gptj"]) == 12
+
+
+def test_a_flag_can_give_a_family_the_structure_of_another() -> None:
+    sequential, parallel = (
+        build(FAMILIES["stablelm"].config(use_parallel_residual=parallel)) for parallel in (False, True)
+    )
+    assert find_spec(sequential) is LLAMA
+    assert find_spec(parallel) is COHERE
+
+
+def without(model: Any, name: str) -> Any:
+    """Return the model with a module of its second layer gone."""
+    parent, _, child = f"1.{name}".rpartition(".")
+    setattr(model.model.layers.get_submodule(parent), child, None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "complaint"),
+    [
+        (
+            "llama",
+            "post_attention_layernorm",
+            "post_attention_layernorm is missing before mlp.gate_proj, mlp.up_proj",
+        ),
+        ("llama", "mlp", "mlp.down_proj or mlp.shared_expert.down_proj or mlp.experts is missing"),
+        ("llama", "self_attn.o_proj", "self_attn.o_proj is missing"),
+        ("qwen2", "self_attn.v_proj", "self_attn.v_proj is missing"),
+        ("gemma2 with binding caps", "post_feedforward_layernorm", "post_feedforward_layernorm is missing"),
+    ],
+)
+def test_a_layer_without_what_its_structure_needs_is_refused_by_the_name_of_that(
+    name: str, missing: str, complaint: str
+) -> None:
+    model = without(build(ON_META[name]), missing)
+    kind, structure = model.config.model_type, find_spec(build(ON_META[name])).model_types[0]
+    expected = f"model_type={kind}: model.layers.1.{complaint}, so it has not the structure of {structure}"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        find_spec(model)
+
+
+def test_a_norm_that_nothing_reads_is_refused_by_its_name() -> None:
+    model = build(ON_META["cohere"])
+    spec = replace(COHERE, norms={**COHERE.norms, "post_attention_layernorm": ("mlp.fc1",)})
+    assert check_structure(model, spec) == []
+    model.model.layers[1].post_attention_layernorm = nn.Identity()
+    complaint = "model.layers.1.post_attention_layernorm is read by none of mlp.fc1"
+    assert check_structure(model, spec) == [f"{complaint}, so it has not the structure of cohere"]
+
+
+def test_heads_of_several_widths_are_refused() -> None:
+    model = build(ON_META["opt"])
+    model.config.head_dim = [12, 16]
+    with pytest.raises(ValueError, match=r"^model_type=opt: head_dim=\[12, 16\]: such models are not supported"):
+        find_spec(model)
