@@ -58,16 +58,17 @@ class Described:
     """What a trial depends on, compared by its content.
 
     Attributes:
-        text: the config, the spec, and the classes of the modules.
+        text: the config and the spec.
         num_layers: how many layers have one of each kind.
+        classes: the modules' names and classes, the layers after those left out.
     """
 
     model_class: type
     text: str
     num_layers: int
+    classes: tuple[tuple[str, type[nn.Module]], ...]
     config: Any = field(compare=False)
     spec: ArchSpec = field(compare=False)
-    classes: dict[str, type[nn.Module]] = field(compare=False)
     placing: Placing = field(compare=False)
 
 
@@ -89,10 +90,10 @@ class Trial:
     def __init__(self, model: nn.Module, spec: ArchSpec, placing: Placing) -> None:
         config: Any = model.config
         num_layers = first_layers(model, spec)
-        classes = classes_of(model, spec, num_layers=num_layers)
-        text = json.dumps([config.to_dict(), repr(spec), list(classes.items())], default=str, sort_keys=True)
+        classes = tuple(classes_of(model, spec, num_layers=num_layers).items())
+        text = json.dumps([config.to_dict(), repr(spec)], default=str, sort_keys=True)
         self.prefix = f"model_type={model_type(model)}"
-        self.described = Described(type(model), text, num_layers, copy.deepcopy(config), spec, classes, placing)
+        self.described = Described(type(model), text, num_layers, classes, copy.deepcopy(config), spec, placing)
 
     def find(self, key: str) -> Finding:
         """Try one rotation (`r1` to `r4`), once in a process for each config; a message names the model's type."""
@@ -153,9 +154,9 @@ def _fault(described: Described, config: Any, key: str) -> _Fault | None:
 
 
 def _require_alike(described: Described, miniature: nn.Module) -> None:
-    classes = classes_of(miniature, described.spec, num_layers=described.num_layers)
-    for name in classes | described.classes:
-        found, built = (each.get(name) for each in (described.classes, classes))
+    own, classes = dict(described.classes), classes_of(miniature, described.spec, num_layers=described.num_layers)
+    for name in classes | own:
+        found, built = own.get(name), classes.get(name)
         if found is not built:
             kinds = [getattr(kind, "__name__", "nothing") for kind in (found, built)]
             raise ValueError(f"{name or 'the model'} is {kinds[0]} where its config builds {kinds[1]}")
