@@ -78,7 +78,7 @@ def resolve_model(model: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     Raises:
         ValueError: the dtype is left to a checkpoint that has one in which models are not held.
     """
-    path = str(whole_path(model.path)) if model.path and Path(model.path).exists() else model.path
+    path = str(_recorded(Path(model.path))) if model.path and Path(model.path).exists() else model.path
     return replace(model, path=path, revision=checkpoint.revision, dtype=_concrete(model.dtype, checkpoint))
 
 
@@ -185,6 +185,14 @@ def _find(model: ModelConfig) -> _Found:
             return _find_path(model)
 
 
+def _recorded(path: Path) -> Path:
+    """Return the name by which a run records a model, and a rerun finds its rotations.
+
+    Links to folders are followed, since `latest` may lead elsewhere later; a file keeps the name that tells its format.
+    """
+    return path.resolve() if path.is_dir() else whole_path(path)
+
+
 def _find_path(model: ModelConfig) -> _Found:
     assert model.path is not None
     path = Path(model.path)
@@ -198,7 +206,7 @@ def _find_path(model: ModelConfig) -> _Found:
         return _Found(model.path, read_config(folder), folder, revision=folder.name)
     if model.revision is not None:
         raise ValueError(f"model.revision={model.revision}: must be null for the local {path}; leave it out")
-    path = whole_path(path)  # what a run records, and so the name under which a rerun finds its rotations
+    path = _recorded(path)
     if path.is_dir():
         require_model(path)
         return _Found(str(path), read_config(path), path)

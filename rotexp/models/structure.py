@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 
 from rotexp.library_errors import refused
 from rotexp.models.arch import find_spec, untie
@@ -147,6 +146,7 @@ def _own_dtype(structure: Structure, checkpoint: Checkpoint) -> torch.dtype:
 
 def build_network(config: Any, *, dtype: torch.dtype) -> Any:
     """Build the causal model of a Hugging Face config on the meta device, buffers real, embedding and head untied."""
+    from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):

@@ -270,7 +270,7 @@ RULES = [
     (["data=text", "data.calibration=/a"], "data.evaluation=null", "a text file", "set data.evaluation=FILE"),
     (
         ["data=text", "data.calibration=/a", "data.evaluation=/b/../a"],
-        "data.evaluation=/b/../a",
+        "data.evaluation=/a",
         "another file than data.calibration",
         "was not trained on",
     ),

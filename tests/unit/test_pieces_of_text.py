@@ -12,6 +12,9 @@ from rotexp.data.blocks import cut
 from rotexp.data.pieces import PIECE_CHARACTERS, pieces
 from rotexp.models import tiny
 
+BLOCKS: dict[str, Any] = {"length": 16, "rows": 2048}
+"""How the texts are cut: tokens of a block, rows of the embedding."""
+
 TEXTS = ["", "a", "word " * 50, "line\n" * 60, "x" * 400, "a b\n\n\n  c\n" * 40, "\n" * 300, " " * 300, "世界。" * 100]
 
 
@@ -59,15 +62,15 @@ def test_byte_level_tokenizers_split_where_a_piece_ends(splitter: Any) -> None:
 def test_tokens_of_pieces_are_those_of_the_whole(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny.FOLDER)
     text = "\n".join(pydoc_data.topics.topics.values())[:200_000]
-    whole = cut(text, tokenizer, length=16, key="data.calibration")
+    whole = cut(text, tokenizer, **BLOCKS, key="data.calibration")
     monkeypatch.setattr("rotexp.data.blocks.pieces", lambda text: pieces(text, longest=longest))
-    assert cut(text, tokenizer, length=16, key="data.calibration").tolist() == whole.tolist()
+    assert cut(text, tokenizer, **BLOCKS, key="data.calibration").tolist() == whole.tolist()
 
 
 def test_the_first_blocks_take_no_more_of_the_text_than_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, taken = AutoTokenizer.from_pretrained(tiny.FOLDER), []
     text = "\n".join(pydoc_data.topics.topics.values())[:50_000]
-    whole = cut(text, tokenizer, length=16, key="data.evaluation")
+    whole = cut(text, tokenizer, **BLOCKS, key="data.evaluation")
 
     def noted(text: str) -> Iterator[str]:
         for piece in pieces(text, longest=1000):
@@ -75,6 +78,6 @@ def test_the_first_blocks_take_no_more_of_the_text_than_they_need(monkeypatch: p
             yield piece
 
     monkeypatch.setattr("rotexp.data.blocks.pieces", noted)
-    assert cut(text, tokenizer, length=16, key="data.evaluation", max_blocks=40).tolist() == whole[:40].tolist()
+    assert cut(text, tokenizer, **BLOCKS, key="data.evaluation", max_blocks=40).tolist() == whole[:40].tolist()
     assert 1 < len(taken) < 5
-    assert cut(text, tokenizer, length=16, key="data.evaluation", max_blocks=10**6).tolist() == whole.tolist()
+    assert cut(text, tokenizer, **BLOCKS, key="data.evaluation", max_blocks=10**6).tolist() == whole.tolist()
