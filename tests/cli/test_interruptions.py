@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ GONE_SECONDS = 30
 START_SECONDS = 180
 NANO = [
     "model=random_llama",
+    "data=text",
+    f"data.calibration={typing.__file__}",  # read far sooner than all prose of the standard library
+    f"data.evaluation={ast.__file__}",
     "data.sequence_length=32",
     "data.global_batch_size=2",
     "evaluation.window=32",
