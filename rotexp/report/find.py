@@ -52,12 +52,16 @@ def _name(folder: Path, common: Path) -> str:
 
 
 def _jobs(sweep: Path, common: Path, *, known: dict[Path, None], complain: Complain) -> Iterator[Run]:
-    """Yield the jobs of a sweep that have no run: refused, or never started."""
+    """Yield the jobs of a sweep whose runs were not found: those in folders that are not looked into, and no runs."""
     place = _name(sweep, common)
     for row in read_json_list(sweep / JOBS_FILE, lambda problem: complain(f"{place}: {problem}")):
         job: dict[str, Any] = row if isinstance(row, dict) else {}
         folder = sweep / (str(job.get("below") or "") or Path(str(job.get("folder") or job.get("name"))).name)
-        if "name" in job and folder not in known:
+        if "name" not in job or folder in known:
+            continue
+        if (folder / SUMMARY_FILE).is_file():
+            yield read_run(folder, name=_name(folder, common))
+        else:
             summary = {"status": job.get("status", "unknown"), "error": job.get("error")}
             axes = job["axes"] if isinstance(job.get("axes"), dict) else {}
             said = {str(key): str(value) for key, value in axes.items()}

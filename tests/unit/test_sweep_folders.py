@@ -46,6 +46,9 @@ SUBDIRS = {
     "${seed}/run": ["3/run", "4/run"],
     "a b/${hydra.job.override_dirname}": ["a b/seed=3,tracker=jsonl", "a b/seed=4,tracker=jsonl"],
     "out/../in/./${seed}": ["in/3", "in/4"],
+    ".hid/${hydra.job.num}": [".hid/0", ".hid/1"],
+    "checkpoints/${hydra.job.num}": ["checkpoints/0", "checkpoints/1"],
+    "a/wandb/${hydra.job.num}": ["a/wandb/0", "a/wandb/1"],
 }
 
 
@@ -65,6 +68,7 @@ def test_jobs_in_subfolders_of_the_users_own_are_the_rows_of_table_file_and_repo
     for moved in (folder, tmp_path / "moved"):
         runs = collect([folder.rename(moved)], command="").runs
         assert [(run.name, run.status) for run in runs] == [(name, "done") for name in SUBDIRS[subdir]]
+        assert [run.last("train/loss") is not None for run in runs] == [True, True]
     assert {run.config["tracker.run_name"] for run in runs} == {"sweep"}  # their W&B group
 
 
