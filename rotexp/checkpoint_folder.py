@@ -24,6 +24,16 @@ FACTS = "facts.json"
 """The file that completes a checkpoint: it lists every other file."""
 KINDS: dict[str, type[Any]] = {"step": int, "world_size": int, "files": dict, "facts": dict}
 """What it holds."""
+NEEDED: dict[str, type[Any] | tuple[type[Any], ...]] = {
+    "base.digest": str,
+    "base.model": str,
+    "config.train.params": str,
+    "evaluation.protocol": dict,
+    "phases": dict,
+    "state.seconds": (int, float),
+    "tracker": dict,
+}
+"""What a run goes on from, of the facts it kept: dotted keys, and the kinds of their values."""
 FORMAT = 2
 """1 held the best rotations alone, and not why they were the best."""
 DIGESTED_BYTES = 64 * 2**20
@@ -41,7 +51,7 @@ class Found:
 
 
 def find_checkpoint(folder: Path) -> Found:
-    """Find the newest complete checkpoint.
+    """Find the newest complete checkpoint that a run can go on from.
 
     Args:
         folder: that of a run, or of one checkpoint.
@@ -49,7 +59,7 @@ def find_checkpoint(folder: Path) -> Found:
     single = (folder / FACTS).exists() or NAME.fullmatch(folder.name)
     skipped: list[str] = []
     for candidate in [folder] if single else reversed(_checkpoints(folder / CHECKPOINTS)):
-        fault = fault_of(candidate)
+        fault = fault_of(candidate) or _lacks(read_facts(candidate)["facts"])
         if not fault:
             return Found(candidate, skipped)
         skipped.append(f"{candidate}: {fault}")
@@ -64,6 +74,8 @@ def fault_of(path: Path, *, digests: bool = True) -> str:
     """
     try:
         files = read_facts(path)["files"]
+        if not files:
+            return f"{FACTS} names no other file"
         for name, entry in files.items():
             if fault := _file_fault(path / name, entry, digests=digests):
                 return f"{name} {fault}"
@@ -71,6 +83,17 @@ def fault_of(path: Path, *, digests: bool = True) -> str:
         return " ".join(str(error).split())
     except (KeyError, TypeError):
         return f"{FACTS} is not that of a checkpoint of rotexp"
+    return ""
+
+
+def _lacks(facts: dict[str, Any]) -> str:
+    """Say what a run needs of a checkpoint's facts and they do not hold; empty if they hold all of it."""
+    for key, kind in NEEDED.items():
+        value: Any = facts
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if not isinstance(value, kind):
+            return f"{FACTS} is not that of a run (facts.{key} is missing, or of another kind)"
     return ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rotexp.checkpoint_folder import FACTS, find_checkpoint, read_facts
+from rotexp.checkpoint_folder import find_checkpoint, read_facts
 from rotexp.config import Config, require
 from rotexp.reading import UnreadableError
 from rotexp.tracking.files import CONFIG_FILE, METRICS_FILE, STATUSES, SUMMARY_FILE, read_summary
@@ -94,8 +94,5 @@ def _check_goes_on(config: Config, path: Path) -> None:
     saved, train = read_facts(path), config.train
     remedy = f"change it, or start in another folder than that of {path}"
     require(saved["step"] <= train.steps, "train.steps", train.steps, f"at least the {saved['step']} done", remedy)
-    try:
-        params = saved["facts"]["config"]["train"]["params"]
-    except (KeyError, TypeError):
-        raise ValueError(f"{path}: {FACTS} says not what was trained; name another checkpoint") from None
+    params = saved["facts"]["config"]["train"]["params"]
     require(params == train.params.name, "train.params", train.params.name, f"{params}, as it was", remedy)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
 import numpy as np
 import torch
 import torch.distributed as dist
+from damaged import RUN_FACTS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -172,7 +176,7 @@ def _full_disk(folder: Path, place: str, asynchronous: bool, communication: Comm
     state = held(communication, number)
 
     def saving(step: int) -> None:
-        checkpoints.save(step, state, facts={})
+        checkpoints.save(step, state, facts=RUN_FACTS)
         checkpoints.wait()
 
     def listed() -> list[str]:

@@ -1,6 +1,18 @@
 """What a crash, a full disk or another program leaves where a file of JSON should be, and what is said of it."""
 
+from typing import Any
+
 import pytest
+
+RUN_FACTS: dict[str, Any] = {
+    "base": {"model": "tiny", "digest": "d"},
+    "config": {"train": {"params": "rotations"}},
+    "evaluation": {"protocol": {}},
+    "phases": {},
+    "state": {"seconds": 3.0},
+    "tracker": {"run_id": None},
+}
+"""What a whole checkpoint says of its run, at least."""
 
 CONTENTS = {
     "NULs": (b"\0" * 200, "it holds NUL bytes, as a crash leaves them"),

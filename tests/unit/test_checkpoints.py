@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damaged import RUN_FACTS
 from torch import Tensor
 
 from rotexp import checkpoint_folder
@@ -43,7 +44,7 @@ def opened(folder: Path, *, keep: int = 2, asynchronous: bool = False) -> Checkp
 
 def saved(folder: Path, *steps: int, keep: int = 9) -> list[Path]:
     checkpoints = opened(folder, keep=keep)
-    return [checkpoints.save(step, tensors(step), facts={"step_done": step}) for step in steps]
+    return [checkpoints.save(step, tensors(step), facts=RUN_FACTS) for step in steps]
 
 
 def read(path: Path, **options: int) -> dict[str, Tensor | Pieces]:
@@ -198,7 +199,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_every_difference_named(tmp
 def test_retention_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
     checkpoints = opened(tmp_path, keep=2)
     for step in (1, 2, 3, 4):
-        checkpoints.save(step, tensors(step), facts={})
+        checkpoints.save(step, tensors(step), facts=RUN_FACTS)
         assert len([name for name in listed(tmp_path) if name.startswith("step")]) == min(step, 2)
     assert listed(tmp_path) == [LATEST, "step-00000003", "step-00000004"]
 
@@ -210,23 +211,23 @@ def test_retention_counts_no_broken_checkpoint_and_never_removes_the_last_comple
         truncate(path)
     assert find_checkpoint(tmp_path).path == good
     checkpoints = opened(tmp_path, keep=2)
-    checkpoints.save(5, tensors(5), facts={})
+    checkpoints.save(5, tensors(5), facts=RUN_FACTS)
     assert listed(tmp_path) == [LATEST, *(f"step-0000000{step}" for step in (2, 3, 4, 5))]
-    opened(tmp_path, keep=1).save(6, tensors(6), facts={})
+    opened(tmp_path, keep=1).save(6, tensors(6), facts=RUN_FACTS)
     assert listed(tmp_path) == [LATEST, "step-00000006"]
 
 
 def test_a_step_may_be_saved_again(tmp_path: Path) -> None:
     checkpoints = opened(tmp_path)
-    checkpoints.save(1, tensors(1), facts={})
-    path = checkpoints.save(1, tensors(7), facts={})
+    checkpoints.save(1, tensors(1), facts=RUN_FACTS)
+    path = checkpoints.save(1, tensors(7), facts=RUN_FACTS)
     assert (read(path)["weight"] == 7).all()
     assert listed(tmp_path) == [LATEST, "step-00000001"]
 
 
 def test_a_run_that_went_back_forgets_the_steps_ahead(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4, 6)
-    path = opened(tmp_path).save(3, tensors(3), facts={})
+    path = opened(tmp_path).save(3, tensors(3), facts=RUN_FACTS)
     assert find_checkpoint(tmp_path).path == path
     assert listed(tmp_path) == [LATEST, "step-00000002", "step-00000003"]
 
@@ -247,11 +248,11 @@ def test_dying_while_a_step_is_replaced_loses_neither(
     monkeypatch.setattr(Path, "rename", stop)
     step = int(end[-1])
     with pytest.raises(KeyboardInterrupt):
-        opened(tmp_path).save(step, tensors(step + 7), facts={})
+        opened(tmp_path).save(step, tensors(step + 7), facts=RUN_FACTS)
     monkeypatch.undo()
     found = find_checkpoint(tmp_path)
     assert (read(found.path)["weight"] == 1).all()
-    opened(tmp_path).save(step, tensors(step + 7), facts={})
+    opened(tmp_path).save(step, tensors(step + 7), facts=RUN_FACTS)
     assert (read(find_checkpoint(tmp_path).path)["weight"] == step + 7).all()
     assert not [name for name in listed(tmp_path) if name.startswith(".")]
 
@@ -262,7 +263,7 @@ def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name).mkdir()
         (tmp_path / "checkpoints" / name / "__0_0.distcp").write_bytes(b"half")
     assert find_checkpoint(tmp_path).skipped == []
-    path = opened(tmp_path).save(2, tensors(2), facts={})
+    path = opened(tmp_path).save(2, tensors(2), facts=RUN_FACTS)
     assert (read(path)["weight"] == 2).all()
     assert listed(tmp_path) == [LATEST, "step-00000001", "step-00000002"]
 
@@ -292,7 +293,7 @@ def test_what_was_held_at_the_call_is_written_asynchronously(tmp_path: Path) -> 
 def test_saving_again_completes_the_one_in_flight(tmp_path: Path) -> None:
     checkpoints = opened(tmp_path, asynchronous=True)
     for step in (1, 2):
-        checkpoints.save(step, tensors(step), facts={})
+        checkpoints.save(step, tensors(step), facts=RUN_FACTS)
     assert find_checkpoint(tmp_path).path.name == "step-00000001"
     checkpoints.wait()
     assert find_checkpoint(tmp_path).path.name == "step-00000002"
@@ -309,7 +310,7 @@ def test_a_signal_while_the_last_one_is_completed_waits_for_it(tmp_path: Path, m
     with interruptible() as stop, pytest.raises(Interrupted, match="SIGTERM"):  # noqa: PT012
         checkpoints = opened(tmp_path, asynchronous=True)
         with checkpoints.completed(stop):
-            checkpoints.save(4, tensors(4), facts={})
+            checkpoints.save(4, tensors(4), facts=RUN_FACTS)
     assert find_checkpoint(tmp_path).path == tmp_path / "checkpoints" / "step-00000004"
 
 
@@ -317,7 +318,7 @@ def test_a_signal_while_the_last_one_is_completed_waits_for_it(tmp_path: Path, m
 def test_what_all_ranks_raise_alike_completes_the_one_in_flight(tmp_path: Path, error: type[Exception]) -> None:
     checkpoints = opened(tmp_path, asynchronous=True)
     with pytest.raises(error), checkpoints.completed(StopRequest()):  # noqa: PT012
-        checkpoints.save(5, tensors(5), facts={})
+        checkpoints.save(5, tensors(5), facts=RUN_FACTS)
         raise error("a replica strayed")
     assert find_checkpoint(tmp_path).path == tmp_path / "checkpoints" / "step-00000005"
 
@@ -329,7 +330,7 @@ def test_a_full_disk_fails_in_one_line_and_saving_can_go_on(
 ) -> None:
     """The disk is full because a limit on the size of files, or a writer that says so, has it that way."""
     checkpoints = opened(tmp_path, asynchronous=asynchronous)
-    checkpoints.save(1, tensors(1), facts={})
+    checkpoints.save(1, tensors(1), facts=RUN_FACTS)
     checkpoints.wait()
     before = listed(tmp_path)
 
@@ -344,26 +345,26 @@ def test_a_full_disk_fails_in_one_line_and_saving_can_go_on(
     with monkeypatch.context() as limited:
         limited.setattr(place, full)
         with pytest.raises(OSError, match="No space left on device") as raised:
-            checkpoints.save(2, tensors(2), facts={}) or checkpoints.wait()
+            checkpoints.save(2, tensors(2), facts=RUN_FACTS) or checkpoints.wait()
     assert "\n" not in str(raised.value)
     assert "train.checkpoint_every" in str(raised.value)
     assert str(tmp_path) in str(raised.value)
     assert listed(tmp_path) == before
-    checkpoints.save(3, tensors(3), facts={})
+    checkpoints.save(3, tensors(3), facts=RUN_FACTS)
     checkpoints.wait()
     assert (read(find_checkpoint(tmp_path).path)["weight"] == 3).all()
 
 
 def test_a_limit_of_the_system_on_the_size_of_files_is_a_full_disk_too(tmp_path: Path) -> None:
     checkpoints = opened(tmp_path)
-    checkpoints.save(1, tensors(1), facts={})
+    checkpoints.save(1, tensors(1), facts=RUN_FACTS)
     before = listed(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
         with pytest.raises(OSError, match=r"train\.checkpoint_every"):
-            checkpoints.save(2, tensors(2, size=100_000), facts={})
+            checkpoints.save(2, tensors(2, size=100_000), facts=RUN_FACTS)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
@@ -408,7 +409,7 @@ def test_random_states_of_another_world_stay_behind(tmp_path: Path) -> None:
 
 
 KILLING = """
-import os, random, signal, sys, time
+import json, os, random, signal, sys, time
 from pathlib import Path
 import torch
 from rotexp.sharding.communication import Communication
@@ -417,11 +418,11 @@ from rotexp.training.checkpoint import Checkpoints
 def save_for_ever(folder, start, asynchronous):
     checkpoints = Checkpoints(folder, keep=2, asynchronous=asynchronous, communication=Communication())
     for step in range(start, start + 100_000):
-        checkpoints.save(step, {"weight": torch.full((200_000,), float(step)), "step": torch.tensor(step)}, facts={})
+        checkpoints.save(step, {"weight": torch.full((200_000,), float(step)), "step": torch.tensor(step)}, facts=facts)
 
 torch.set_num_threads(1)
 generator = random.Random(0)
-folder, asynchronous = Path(sys.argv[1]), sys.argv[2] == "True"
+folder, asynchronous, facts = Path(sys.argv[1]), sys.argv[2] == "True", json.loads(sys.argv[3])
 latest = folder / "checkpoints" / "latest"
 
 def moved():
@@ -443,7 +444,7 @@ for line in sys.stdin:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_kill_9_leaves_a_complete_checkpoint_at_every_moment(tmp_path: Path, asynchronous: bool) -> None:
     """One process forks another that saves all the time, kills it, and says so."""
-    command = [sys.executable, "-c", KILLING, str(tmp_path), str(asynchronous)]
+    command = [sys.executable, "-c", KILLING, str(tmp_path), str(asynchronous), json.dumps(RUN_FACTS)]
     killer = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     newest, half_written = 0, 0
     try:
@@ -481,7 +482,7 @@ def test_numbers_that_are_not_finite_are_not_resumed_from(tmp_path: Path, name: 
     state = tensors(1.0)
     held = state[name]
     (held.tensors[1] if isinstance(held, Pieces) else held).view(-1)[-1] = value
-    path = opened(tmp_path).save(1, state, facts={})
+    path = opened(tmp_path).save(1, state, facts=RUN_FACTS)
     found = "nan" if value != value else "inf"
     with pytest.raises(ValueError, match=rf"^resume={path}: {name} holds {found}; name another checkpoint, or resume="):
         load(path, tensors(2.0), communication=Communication())

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from damaged import damaged
+from damaged import RUN_FACTS, damaged
 
 from rotexp.checkpoint_folder import aside_of, complete, prepare_aside, step_folder
 from rotexp.config import Config, Trainable, TrainConfig
-from rotexp.resumption import Resumption, find_resumption
+from rotexp.resumption import Resumption, check_model, find_resumption
 
 CONFIG = Config(train=TrainConfig(steps=6))
 
@@ -26,7 +26,7 @@ def checkpoint(folder: Path, step: int, *, params: str = "rotations") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     prepare_aside(path)
     (aside_of(path) / "numbers").write_text("0123456789")
-    complete(path, step=step, world_size=1, facts={"config": {"train": {"params": params}}})
+    complete(path, step=step, world_size=1, facts=RUN_FACTS | {"config": {"train": {"params": params}}})
     return path
 
 
@@ -114,6 +114,39 @@ def test_a_description_of_another_kind_is_passed_over_and_named(change: dict[str
     (newest / "facts.json").write_text(json.dumps(facts | change))
     found = find_resumption(CONFIG, folder)
     assert (found.path, found.notes) == (older, (f"{newest}: facts.json is not that of a checkpoint of rotexp",))
+
+
+UNFIT: dict[str, Any] = {
+    "base.model": {"base": {"digest": "d"}},
+    "base.digest": {"base": {"model": "tiny"}},
+    "config.train.params": {"config": {"train": "x"}},
+    "evaluation.protocol": {"evaluation": None},
+    "phases": {"phases": []},
+    "state.seconds": {"state": {"seconds": "3"}},
+    "tracker": {"tracker": "x"},
+}
+
+
+@pytest.mark.parametrize("key", UNFIT)
+def test_a_description_without_what_a_run_goes_on_from_is_passed_over_and_named(key: str, tmp_path: Path) -> None:
+    folder = ended(tmp_path / "run", "failed")
+    older, newest = checkpoint(folder, 2), checkpoint(folder, 4)
+    whole = json.loads((newest / "facts.json").read_text())
+    (newest / "facts.json").write_text(json.dumps(whole | {"facts": whole["facts"] | UNFIT[key]}))
+    found = find_resumption(CONFIG, folder)
+    fault = f"facts.json is not that of a run (facts.{key} is missing, or of another kind)"
+    assert (found.path, found.notes) == (older, (f"{newest}: {fault}",))
+    check_model(found, "tiny")
+    with pytest.raises(ValueError, match="model=other: must be tiny, as it was"):
+        check_model(found, "other")
+
+
+def test_a_checkpoint_that_names_no_file_is_not_complete(tmp_path: Path) -> None:
+    folder = ended(tmp_path / "run", "failed")
+    older, newest = checkpoint(folder, 2), checkpoint(folder, 4)
+    (newest / "facts.json").write_text(json.dumps(json.loads((newest / "facts.json").read_text()) | {"files": {}}))
+    found = find_resumption(CONFIG, folder)
+    assert (found.path, found.notes) == (older, (f"{newest}: facts.json names no other file",))
 
 
 def test_a_run_without_a_checkpoint_starts_again_and_says_so(tmp_path: Path) -> None:
