@@ -47,16 +47,16 @@ class FinishedRun:
         return steps
 
 
-def read_finished_run(folder: Path, *, key: str = "run") -> FinishedRun:
+def read_finished_run(folder: Path, *, key: str | None = "run") -> FinishedRun:
     """Read a run's folder; loads no torch.
 
     Args:
-        key: the configuration's key that named it, for the message.
+        key: the configuration's key that named it, for the message (None: no key did).
 
     Raises:
         ValueError: there is no run, it is not done, a file of it is missing or cannot be read, or its model has gone.
     """
-    where = f"{key}={folder}"
+    where = str(folder) if key is None else f"{key}={folder}"
     if not folder.is_dir():
         raise ValueError(f"{where}: no such folder; name the folder of a finished run")
     if not (folder / SUMMARY_FILE).is_file():

@@ -106,7 +106,7 @@ def finished_before(job: Job) -> Outcome | None:
     summary = readable_summary(job.folder)
     if summary.get("status") != Status.done.value:
         return None
-    then = read_finished_run(job.folder, key="hydra.sweep.dir").config
+    then = read_finished_run(job.folder, key=None).config
     now = replace(job.config, model=_as_resolved(job.config.model, then.model))
     differing = differences(to_plain(then), to_plain(now))
     if changed := sorted(key for key in differing if not key.startswith(RECORDING)):

@@ -7,6 +7,7 @@ import logging
 import math
 import shutil
 from collections.abc import Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ JOBS_FILE = "jobs.json"
 """Every job of a sweep and how it ended, in the sweep's folder."""
 METRICS_FILE = "metrics.jsonl"
 DAMAGED_METRICS = "metrics.jsonl.damaged"
-"""What it was before a run went on without lines of it that could not be read."""
+"""What it was before a run went on without lines of it that could not be read; `-2` and so on follows where it was so
+before."""
 SUMMARY_FILE = "summary.json"
 STATUSES = ("running", "done", "failed", "oom", "interrupted")
 """What a run's end state says of it."""
@@ -93,7 +95,7 @@ def truncate_metrics(folder: Path, step: int) -> int:
     path, rows = folder / METRICS_FILE, _read_rows(folder)
     if path.is_file():
         if _lost(rows):
-            shutil.copyfile(path, path.with_name(DAMAGED_METRICS))
+            shutil.copyfile(path, _place_of_damaged(folder))
         kept = (json.dumps(row, allow_nan=False) + "\n" for row in rows.whole if row["step"] <= step)
         write_atomically(path, "".join(kept))
     return max((row["step"] for row in rows.whole), default=-1)
@@ -104,6 +106,12 @@ def _read_rows(folder: Path) -> Rows:
     if _lost(rows):
         LOGGER.warning("%s: %s; the others are used", folder / METRICS_FILE, rows.places)
     return rows
+
+
+def _place_of_damaged(folder: Path) -> Path:
+    """Return where a damaged file is kept: a place where none lies yet."""
+    names = chain([DAMAGED_METRICS], (f"{DAMAGED_METRICS}-{number}" for number in count(2)))
+    return next(folder / name for name in names if not (folder / name).exists())
 
 
 def _lost(rows: Rows) -> bool:

@@ -82,7 +82,7 @@ def tags(plain: Mapping[str, Any]) -> list[str]:
     """Return the tags a user gave and those of the run's options (`sharding:full`), each once."""
     options = [f"{kind}:{option_name(plain, group)}" for kind, group in TAGS.items()]
     simulated = ["simulated"] if plain["sharding"].get("sim_world") else []
-    given = [str(tag)[:LONGEST_TAG] for tag in plain["tracker"].get("tags", [])]
+    given = plain["tracker"].get("tags", [])
     return list(dict.fromkeys([*given, *(shortened(tag, LONGEST_TAG) for tag in (*options, *simulated))]))
 
 

@@ -250,6 +250,18 @@ def test_jobs_that_are_done_are_not_run_again(program: Callable[[str], None], tm
     assert finished_before(measured).metric == 0.5  # type: ignore[union-attr]
 
 
+def test_a_done_job_whose_configuration_is_damaged_is_named_by_its_folder(
+    program: Callable[[str], None], tmp_path: Path
+) -> None:
+    program("sys.exit(3)")
+    job = make_jobs(tmp_path / "sweep", [0])[0]
+    leave_done(job, job.config)
+    (job.folder / "config.resolved.yaml").write_text("a: [")
+    outcome = run(tmp_path / "sweep", [0]).outcomes["seed-0"]
+    assert outcome.status is Status.refused
+    assert str(outcome.error).startswith(f"{job.folder}: config.resolved.yaml is not the configuration of a run (")
+
+
 def test_a_folder_with_another_run_is_not_taken_for_this_one(program: Callable[[str], None], tmp_path: Path) -> None:
     program("sys.exit(3)")
     job = make_jobs(tmp_path / "sweep", [0])[0]

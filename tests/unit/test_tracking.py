@@ -138,6 +138,17 @@ def test_a_damaged_line_in_the_middle_is_named_passed_over_and_kept(
     ]
 
 
+def test_a_second_damage_is_kept_beside_the_first(tmp_path: Path) -> None:
+    damages = [b'{"step": 1}\nfirst\n{"step": 2}\n', b'{"step": 1}\nsecond\n{"step": 2}\n', b'third\n{"step": 2}\n']
+    for content in damages:
+        (tmp_path / "metrics.jsonl").write_bytes(content)
+        assert truncate_metrics(tmp_path, 2) == 2
+        assert truncate_metrics(tmp_path, 2) == 2  # it is damaged no longer
+    kept = [tmp_path / f"metrics.jsonl.damaged{suffix}" for suffix in ("", "-2", "-3")]
+    assert [file.read_bytes() for file in kept] == damages
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "metrics.jsonl", *kept]
+
+
 def test_metrics_that_are_no_file_are_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ValueError, match=r"metrics\.jsonl: cannot be read \(Is a directory\); restore it"):
