@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rotexp.config import TrackerConfig, TrackerKind, WandbMode, require
 
@@ -14,11 +15,12 @@ NOT_IN_NAMES = "/\\#?%:\r\n"
 NOT_IN_IDS = "/\\#?%:;,'\r\n"
 ONLINE = ("online", "run", "shared")
 """The modes of W&B's own that need a key."""
-KEY_LENGTH = 40
-"""Characters of a key, at least."""
 
-VARIABLES = {"project": "PROJECT", "entity": "ENTITY", "run_name": "NAME", "group": "RUN_GROUP", "job_type": "JOB_TYPE"}
-"""What W&B calls the same in its variables, after `WANDB_`."""
+NAMES = ("project", "entity", "run_name", "group", "job_type")
+VARIABLES = {"entity": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP"}
+"""The variables that hold where the configuration names nothing; an empty one names nothing either."""
+FILES = ("WANDB_IDENTITY_TOKEN_FILE", "WANDB_SWEEP_PARAM_PATH")
+"""Variables with the path of a file that W&B reads even when it records offline."""
 OWN_HISTORY = ("WANDB_RESUME_FROM", "WANDB_FORK_FROM")
 """Variables that would join a run to another's history, against the one in the run's folder."""
 
@@ -36,16 +38,18 @@ def check_tracker(tracker: TrackerConfig, environment: Mapping[str, str] = os.en
     """
     if not mirrors(tracker):
         return
-    for name, variable in VARIABLES.items():
+    for name in NAMES:
         _check_name(name, getattr(tracker, name), key=f"tracker.{name}")
-        _check_name(name, environment.get(f"WANDB_{variable}"), key=f"WANDB_{variable}")
+    for name, variable in VARIABLES.items():
+        if getattr(tracker, name) is None:
+            _check_name(name, environment.get(variable) or None, key=variable)
     for tag in tracker.tags:
         _check_length(tag, LONGEST_TAG, key="tracker.tags", remedy="shorten it, or leave it out")
     _check_variables({name: value for name, value in environment.items() if name.startswith("WANDB_")})
     key, mode = environment.get("WANDB_API_KEY"), environment.get("WANDB_MODE") or "online"
     online = tracker.mode is WandbMode.online or (tracker.mode is WandbMode.auto and mode in ONLINE)
-    if online and key and len(key.rpartition("-")[2]) < KEY_LENGTH:
-        raise ValueError(f"WANDB_API_KEY: has fewer than {KEY_LENGTH} characters; set the whole key, or unset it")
+    if online and key and (fault := _fault_of_key(key)):
+        raise ValueError(f"WANDB_API_KEY: W&B does not take it ({fault}); set the whole key, or unset it")
 
 
 def check_sweep(trackers: Sequence[TrackerConfig], environment: Mapping[str, str] = os.environ) -> None:
@@ -101,6 +105,9 @@ def _check_variables(given: Mapping[str, str]) -> None:
     if (run_id := given.get("WANDB_RUN_ID")) is not None:
         _check_length(run_id, LONGEST_NAME, key="WANDB_RUN_ID", remedy="choose another, or unset it")
         _check_characters(run_id, NOT_IN_IDS, key="WANDB_RUN_ID", remedy="choose another, or unset it")
+    for name in FILES:
+        if (path := given.get(name)) and not Path(path).is_file():
+            raise ValueError(f"{name}={path}: no such file; change or unset it")
     if given.get("WANDB_RESUME") == "must" and run_id is None:
         raise ValueError("WANDB_RESUME=must: says not which run; set WANDB_RUN_ID too, or unset it")
 
@@ -115,3 +122,12 @@ def _fault(name: str, value: str) -> str:
         told = getattr(error, "errors", None)  # without the value, which may be a secret
         return " ".join(str(told()[0]["msg"] if callable(told) else error).split())
     return ""
+
+
+def _fault_of_key(key: str) -> str:
+    """Return why W&B's own check refuses a key, without the key; empty if it takes it, or has no such check."""
+    try:
+        from wandb.sdk.lib.wbauth.validation import check_api_key
+    except ImportError:  # of an earlier version, which says so when it is to be online
+        return ""
+    return (check_api_key(key) or "").rstrip(".")

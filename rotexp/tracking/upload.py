@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from rotexp.config import TrackerConfig, TrackerKind, WandbMode
 from rotexp.reading import read_yaml
 from rotexp.tracking.files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_metrics, read_summary, revived
 from rotexp.tracking.limits import check_tracker
-from rotexp.tracking.wandb import WandbMirror, has_key
+from rotexp.tracking.wandb import WandbMirror, has_key, offline_runs
 
 
 def upload(places: Sequence[Path], *, rebuild: bool) -> int:
@@ -25,11 +26,15 @@ def upload(places: Sequence[Path], *, rebuild: bool) -> int:
         rebuild: rebuild runs from their files even where there is an offline run.
 
     Raises:
-        ValueError: a folder holds no run, or nobody is logged in; nothing was uploaded then.
+        ValueError: a folder holds no run, nobody is logged in, or several runs would become one; nothing was uploaded
+            then.
     """
     runs = [run for place in places for run in find_runs(place)]
     if not has_key():
         raise ValueError("not logged in to W&B, nothing was uploaded; run `wandb login`, or set WANDB_API_KEY")
+    run_id, anew = os.environ.get("WANDB_RUN_ID"), [run for run in runs if rebuild or not _has_wandb_run(run)]
+    if run_id is not None and len(anew) > 1:
+        raise ValueError(f"WANDB_RUN_ID={run_id}: would make one W&B run of the {len(anew)} to upload; unset it")
     logging.basicConfig(level=logging.WARNING, format="rotexp: %(message)s")
     return max(_upload_run(run, rebuild=rebuild) for run in runs)
 
@@ -81,7 +86,7 @@ def read_plain_config(folder: Path) -> dict[str, Any]:
 
 
 def _upload_run(folder: Path, *, rebuild: bool) -> int:
-    offline = sorted((folder / "wandb").glob("offline-run-*"))
+    offline = offline_runs(folder)
     if offline and not rebuild:
         command = [sys.executable, "-m", "wandb", "sync", *(f"wandb/{path.name}" for path in offline)]
         return int(subprocess.run(command, check=False, cwd=folder).returncode != 0)  # there it leaves its log
@@ -105,6 +110,10 @@ def _rebuild(folder: Path) -> str | None:
         for left in _online_runs(folder) - before:
             shutil.rmtree(left, ignore_errors=True)
     return run_id
+
+
+def _has_wandb_run(folder: Path) -> bool:
+    return bool(offline_runs(folder) or _online_runs(folder))
 
 
 def _online_runs(folder: Path) -> set[Path]:

@@ -23,6 +23,10 @@ FINISH_SECONDS = 60.0
 UPLOAD_BYTES_PER_S = 2**20
 """The slowest connection for which the end of a run waits until its artifact is uploaded."""
 
+FOREIGN_SERVICE = "WANDB_SERVICE"
+"""The variable in which a process that has a W&B run leaves to its children the address of what serves it; theirs may
+be gone, or of another version, and then not even an offline run is opened. Ours serves itself."""
+
 ROTATIONS = "rotations"
 """The end state's rows of figures, one a rotation, which W&B shows as a table; and the type of their artifact."""
 
@@ -121,6 +125,7 @@ class WandbMirror:
     def _init(self, config: TrackerConfig, plain_config: Mapping[str, Any], run_id: str | None, *, mode: Any) -> Any:
         import wandb
 
+        os.environ.pop(FOREIGN_SERVICE, None)
         place = place_in_group(self._folder, config.group)
         return wandb.init(
             dir=self._folder,

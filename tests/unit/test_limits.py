@@ -53,11 +53,9 @@ def test_what_wandb_takes_is_taken_to_the_last_character() -> None:
 
 VARIABLES = {
     "WANDB_MODE=garbage": "W&B cannot read it (Input should be 'online', 'offline', ",
-    "WANDB_PROJECT=team/x": "must be without / ",
+    "WANDB_PROJECT=team/x": "W&B cannot read it (Invalid project name 'team/x': cannot contain characters",
     "WANDB_ENTITY=a/b": "must be without / ",
     f"WANDB_RUN_GROUP={'g' * 129}": "must be 1 to 128 characters",
-    f"WANDB_NAME={'n' * 129}": "must be 1 to 128 characters",
-    f"WANDB_JOB_TYPE={'j' * 65}": "must be 1 to 64 characters",
     "WANDB_TAGS=a,,b": "W&B cannot read it (Value error, Tag at index 1 is empty",
     f"WANDB_TAGS={'t' * 65}": "W&B cannot read it (Value error, Tag ",
     "WANDB_RUN_ID=a/b": "W&B cannot read it (Run ID cannot contain the characters",
@@ -71,6 +69,8 @@ VARIABLES = {
     "WANDB_BASE_URL=nowhere": "W&B cannot read it (Input should be a valid URL",
     "WANDB_BASE_URL=https://wandb.ai": "W&B cannot read it (Value error, https://wandb.ai is not a valid server",
     "WANDB_SILENT=maybe": "W&B cannot read it (Input should be a valid boolean",
+    "WANDB_SWEEP_PARAM_PATH=/nowhere/it": "no such file; change or unset it",
+    "WANDB_IDENTITY_TOKEN_FILE=/nowhere/it": "no such file; change or unset it",
     "WANDB_INIT_TIMEOUT=soon": "W&B cannot read it (Input should be a valid number",
 }
 
@@ -96,7 +96,19 @@ def test_a_key_that_is_none_is_refused_without_being_shown(key: str) -> None:
 def test_what_people_export_is_taken() -> None:
     usual = {"WANDB_MODE": "offline", "WANDB_API_KEY": "dummy", "WANDB_SILENT": "true", "WANDB_RUN_ID": "abc-1"}
     check_tracker(TrackerConfig(), usual | {"WANDB_RESUME": "allow", "WANDB_TAGS": "a,b", "WANDB_DISABLED": "x"})
-    check_tracker(TrackerConfig(mode=WandbMode.online), {"WANDB_API_KEY": "local-" + "x" * 40})
+    for key in ("x" * 40, "local-" + "x" * 40, "local-" + "x" * 20 + "-" + "x" * 20, "header.payload.signature"):
+        check_tracker(TrackerConfig(mode=WandbMode.online), {"WANDB_API_KEY": key})
+
+
+@pytest.mark.parametrize("name", ["WANDB_ENTITY", "WANDB_RUN_GROUP", "WANDB_NAME", "WANDB_JOB_TYPE", "WANDB_PROJECT"])
+def test_an_empty_variable_names_nothing(name: str) -> None:
+    check_tracker(TrackerConfig(), {name: ""})
+
+
+def test_a_variable_that_the_configuration_overrides_is_not_judged() -> None:
+    check_tracker(TrackerConfig(), {"WANDB_NAME": "n" * 129, "WANDB_JOB_TYPE": "j" * 65})
+    named = {"WANDB_ENTITY": "a/b", "WANDB_RUN_GROUP": "g" * 129}
+    check_tracker(TrackerConfig(entity="mine", group="sweep"), named)
 
 
 def test_only_sweeps_that_are_mirrored_need_a_run_id_of_each_job() -> None:

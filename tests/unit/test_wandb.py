@@ -549,6 +549,28 @@ def test_runs_without_an_offline_run_are_rebuilt_and_one_failure_does_not_stop_t
     assert output.err == f"rotexp: {tmp_path}/odd: odd\n"
 
 
+def test_an_exported_run_id_does_not_make_one_wandb_run_of_several(
+    tmp_path: Path, commands: list[Any], replayed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    plain, offline = make_run(tmp_path / "a"), make_run(tmp_path / "b", "offline-run-1-abc")
+    with pytest.raises(ValueError, match=r"^WANDB_RUN_ID=mine: would make one W&B run of the 2 to upload; unset it$"):
+        upload.upload([tmp_path], rebuild=True)
+    assert (replayed, commands) == ([], [])
+    assert upload.upload([plain], rebuild=True) == upload.upload([plain, offline], rebuild=False) == 0
+    assert [name for name, _ in replayed] == ["a", "a"]
+
+
+@pytest.mark.parametrize("service", ["garbage", "3-1-tcp-localhost-9"])
+def test_what_another_process_says_of_its_wandb_does_not_lose_the_mirror(
+    service: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb.teardown()  # of earlier tests, whose service this process would use on
+    monkeypatch.setenv("WANDB_SERVICE", service)
+    recorded(tmp_path / "run", configured(), steps=1)
+    assert [row["step"] for row in history(tmp_path / "run")] == [0, 1]
+
+
 def test_a_run_may_be_rebuilt_whatever_wandb_made_of_it(
     tmp_path: Path, commands: list[Any], replayed: list[Any]
 ) -> None:
