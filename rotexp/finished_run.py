@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rotexp.compose import to_config, writable
 from rotexp.config import COMPONENTS, Config
-from rotexp.reading import UnreadableError, read_text, read_yaml
+from rotexp.reading import UnreadableError, read_yaml
 from rotexp.tracking.files import CONFIG_FILE, SUMMARY_FILE, read_summary
 
 ROTATIONS_FILE = "rotations.safetensors"
@@ -90,15 +90,12 @@ def _read_summary(folder: Path, where: str) -> dict[str, Any]:
 def _read_config(file: Path, where: str) -> Config:
     """Read a resolved configuration as data: interpolations are refused, not resolved."""
     try:
-        read_yaml(file)  # damage, and values of another kind than a mapping, which OmegaConf takes for one
-        text = read_text(file)
-        if "${" in text:
+        plain = read_yaml(file)
+        if "${" in json.dumps(plain):
             raise ValueError("it holds an interpolation")
-        values = OmegaConf.create(text)
-        assert isinstance(values, DictConfig)
-        values.pop("defaults", None)
+        values = OmegaConf.create({key: value for key, value in plain.items() if key != "defaults"})
         return to_config(OmegaConf.merge(_schema(values), values))  # type: ignore[arg-type]
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+    except (OmegaConfBaseException, ValueError) as error:
         reason = error.reason if isinstance(error, UnreadableError) else " ".join(str(error).split())
         raise ValueError(f"{where}: {file.name} is not the configuration of a run ({reason}); restore it") from None
 

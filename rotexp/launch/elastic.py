@@ -29,6 +29,7 @@ from rotexp.launch.ending import DONE, FAILED, out_of_time, record_end
 from rotexp.launch.outer import adopt, is_first
 from rotexp.launch.rank import run_rank
 from rotexp.launch.stopping import RankSignals, listen_as_rank
+from rotexp.reading import read_json
 from rotexp.signals import SAVING, Interrupted, StopRequest, end_with_parent, interruptible
 from rotexp.tracking.files import readable_summary
 
@@ -227,7 +228,7 @@ def _leave_done() -> None:
 def _first_failure(error: ChildFailedError, failures: Path) -> str:
     """Return the rank that failed first, and why: the one that a signal killed, or the one with the earliest record."""
     rank, failure = error.get_first_failure()
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in failures.glob("*.json")]
+    records = [read_json(path) for path in failures.glob("*.json")]
     if failure.exitcode < 0 or not records:
         return f"rank {rank}: {failure.message or f'ended with exit code {failure.exitcode}'}"
     first = min(records, key=lambda record: record["time"])

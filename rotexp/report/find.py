@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rotexp.report.reading import Complain, read_json_list
+from rotexp.report.reading import Complain, readable_list
 from rotexp.report.runs import Run, path_text, read_run
 from rotexp.tracking.files import JOBS_FILE, SUMMARY_FILE
 
@@ -54,7 +54,7 @@ def _name(folder: Path, common: Path) -> str:
 def _jobs(sweep: Path, common: Path, *, known: dict[Path, None], complain: Complain) -> Iterator[Run]:
     """Yield the jobs of a sweep whose runs were not found: those in folders that are not looked into, and no runs."""
     place = _name(sweep, common)
-    for row in read_json_list(sweep / JOBS_FILE, lambda problem: complain(f"{place}: {problem}")):
+    for row in readable_list(sweep / JOBS_FILE, lambda problem: complain(f"{place}: {problem}")):
         job: dict[str, Any] = row if isinstance(row, dict) else {}
         folder = sweep / (str(job.get("below") or "") or Path(str(job.get("folder") or job.get("name"))).name)
         if "name" not in job or folder in known:

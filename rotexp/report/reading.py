@@ -14,22 +14,22 @@ Complain = Callable[[str], None]
 Held = TypeVar("Held")
 
 
-def read_json(file: Path, complain: Complain) -> dict[str, Any] | None:
+def readable_json(file: Path, complain: Complain) -> dict[str, Any] | None:
     """Return the object a file holds, None where it cannot be read."""
     return _read(file, reading.read_json, complain)
 
 
-def read_json_list(file: Path, complain: Complain) -> list[Any]:
+def readable_list(file: Path, complain: Complain) -> list[Any]:
     """Return the list a file holds, empty where it cannot be read."""
     return _read(file, lambda path: reading.read_json(path, list), complain) or []
 
 
-def read_yaml(file: Path, complain: Complain) -> dict[str, Any] | None:
+def readable_yaml(file: Path, complain: Complain) -> dict[str, Any] | None:
     """Return the mapping a file holds, None where it cannot be read."""
     return _read(file, reading.read_yaml, complain)
 
 
-def read_rows(file: Path, complain: Complain) -> list[dict[str, Any]]:
+def readable_rows(file: Path, complain: Complain) -> list[dict[str, Any]]:
     """Return the objects of a file that holds one a line; lines that cannot be read are left out, and named."""
     rows = _read(file, reading.read_rows, complain) or reading.Rows()
     if rows.damaged:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rotexp.report.reading import dig, number, read_json, read_rows, read_yaml
+from rotexp.report.reading import dig, number, readable_json, readable_rows, readable_yaml
 from rotexp.tracking.files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 
 NO_STATUS = "summary.json says no status"
@@ -144,9 +144,9 @@ def path_text(path: Path) -> str:
 def read_run(folder: Path, *, name: str) -> Run:
     """Read one run; what cannot be read is named in its `problems`."""
     problems: list[str] = []
-    summary = read_json(folder / SUMMARY_FILE, problems.append)
-    config = read_yaml(folder / CONFIG_FILE, problems.append) or {}
-    rows = read_rows(folder / METRICS_FILE, problems.append)
+    summary = readable_json(folder / SUMMARY_FILE, problems.append)
+    config = readable_yaml(folder / CONFIG_FILE, problems.append) or {}
+    rows = readable_rows(folder / METRICS_FILE, problems.append)
     config.pop("defaults", None)
     return Run(name, folder, summary or {}, flatten(config), rows, problems)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Iterable, Mapping
+
+from rotexp.short_names import MARK, marked, plain_text
 
 LONGEST = 100
 """Characters of a name; a longer one is cut, and ends in a digest of the whole."""
@@ -21,7 +21,7 @@ def job_name(axes: Mapping[str, str]) -> str:
     name = SEPARATOR.join(f"{_clean(key)}-{_clean(value)}" for key, value in axes.items()) or "single"
     if len(name) <= LONGEST and name[0] not in ".-":
         return name
-    return f"{name[: LONGEST - 9].lstrip('.-')}-{_digest(repr(list(axes.items())))}"
+    return marked(name[: LONGEST - MARK].lstrip(".-"), by=repr(list(axes.items())))
 
 
 def axes_of(overrides: Iterable[str], keys: Iterable[str]) -> dict[str, str]:
@@ -33,9 +33,5 @@ def axes_of(overrides: Iterable[str], keys: Iterable[str]) -> dict[str, str]:
 def _clean(text: str) -> str:
     """Replace what does not belong into a name; a digest keeps apart what becomes alike."""
     plain = text.strip("'\"")
-    clean = re.sub(r"[^A-Za-z0-9._-]+", "-", plain)
-    return clean if clean == plain and clean and SEPARATOR not in clean else f"{clean.strip('-')}-{_digest(plain)}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    clean = plain_text(plain, gap="-")
+    return clean if clean == plain and clean and SEPARATOR not in clean else marked(clean.strip("-"), by=plain)

@@ -15,9 +15,9 @@ from rotexp.compose import differences, to_plain
 from rotexp.config import RECORDING, Config, ModelConfig, ModelDtype
 from rotexp.finished_run import read_finished_run
 from rotexp.reading import UnreadableError
+from rotexp.short_names import shortened
 from rotexp.tracking.files import STATUSES, read_summary, readable_summary, write_summary
 from rotexp.tracking.limits import LONGEST_NAME
-from rotexp.tracking.naming import shortened
 
 
 class Status(Enum):

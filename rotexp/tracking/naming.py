@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from rotexp.short_names import plain_text, shortened
 from rotexp.tracking.limits import LONGEST_NAME, LONGEST_TAG
 
 NAMED_BY = {"sharding": "strategy", "sync_mode": "mode", "launch": "kind", "tracker": "kind"}
@@ -21,13 +20,6 @@ TAGS = {"sharding": "sharding", "sync": "sync_mode", "quant": "quant", "rotation
 
 LONGEST_FOLDER = 100
 """Characters of a folder's name within a run's."""
-
-
-def shortened(text: str, longest: int) -> str:
-    """Return a text of at most that many characters: a longer one is cut, and ends in a digest of the whole."""
-    if len(text) <= longest:
-        return text
-    return f"{text[: longest - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def option_name(plain: Mapping[str, Any], group: str) -> str:
@@ -99,5 +91,5 @@ def _model_name(plain: Mapping[str, Any]) -> str:
 
 
 def _plain_text(text: str) -> str:
-    """Return the text with every run of other characters than letters, digits, `.`, `_` and `-` as one `_`."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("_")
+    """Return the text with every run of special characters as one `_`, none at its ends."""
+    return plain_text(text, gap="_").strip("_")

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from rotexp.config import TrackerConfig, WandbMode
+from rotexp.library_errors import reason
 from rotexp.metrics.keys import find_metric
 from rotexp.tracking.files import finite
 from rotexp.tracking.limits import ONLINE
@@ -116,7 +117,7 @@ class WandbMirror:
             if mode not in ONLINE:
                 raise
             remedy = f"recorded offline, python -m rotexp.sync {self._folder} uploads it"
-            LOGGER.warning("W&B: %s; %s", _one_line(error), remedy)
+            LOGGER.warning("W&B: %s; %s", reason(error), remedy)
             run = self._init(config, plain_config, run_id, mode="offline")
             self.fell_back = True
         if not self._given_up:
@@ -170,9 +171,9 @@ class WandbMirror:
             try:
                 call()
             except Exception as error:  # W&B must never end a run
-                self._failures.append(_one_line(error))
+                self._failures.append(reason(error))
                 if self._run is not None and len(self._failures) == 1:
-                    LOGGER.warning("W&B: %s; what it did not take is missing there, %s", _one_line(error), self._remedy)
+                    LOGGER.warning("W&B: %s; what it did not take is missing there, %s", reason(error), self._remedy)
 
     def _wait(self, *, seconds: float) -> bool:
         """Wait until every call asked for so far is made; return whether it was."""
@@ -180,10 +181,10 @@ class WandbMirror:
         self._calls.put(made.set)
         return made.wait(seconds)
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, cause: str) -> None:
         self._given_up = True
         self._calls.put(None)
-        LOGGER.warning("W&B: %s; the run goes on without it, %s", reason, self._remedy)
+        LOGGER.warning("W&B: %s; the run goes on without it, %s", cause, self._remedy)
 
     @property
     def _remedy(self) -> str:
@@ -192,10 +193,6 @@ class WandbMirror:
 
 def _no_answer(seconds: float) -> str:
     return f"no answer within {seconds:.0f} s"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _send_table(run: Any, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -340,7 +340,7 @@ def test_a_file_that_is_missing_is_named(name: str, broken: Path, refusal: Refus
     ("text", "reason"),
     [
         ("seed: [", "while parsing a flow node"),
-        ("- seed", "it is no mapping"),
+        ("- seed", "it holds no mapping"),
         ("seed: ${oc.env:HOME}", "it holds an interpolation"),
         ("seed: many", "optimizer.name=None: must be one of cayley_sgd"),
         ("optimizer: {name: cayley_sgd}\nobjective: {name: ce}\nseed: many", "Integer"),

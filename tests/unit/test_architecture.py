@@ -46,6 +46,7 @@ ORDER = (
     "folders",
     "library_errors",
     "reading",
+    "short_names",
     "signals",
     "arguments",
     "compose",

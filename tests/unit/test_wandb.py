@@ -40,6 +40,7 @@ from rotexp.config import (
 )
 from rotexp.metrics.rotations import rotation_metrics, rotation_rows
 from rotexp.optim.stiefel import orthogonality_error
+from rotexp.short_names import shortened
 from rotexp.tracking import upload
 from rotexp.tracking.files import truncate_metrics, write_summary
 from rotexp.tracking.naming import (
@@ -48,7 +49,6 @@ from rotexp.tracking.naming import (
     display_name,
     mirrored_config,
     place_in_group,
-    shortened,
     tags,
 )
 from rotexp.tracking.tracker import Trackers, open_trackers
