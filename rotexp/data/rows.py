@@ -1,4 +1,8 @@
-"""Texts that are one field of every row: of JSON Lines, or of Parquet."""
+"""Texts that are one field of every row: of JSON Lines, or of Parquet.
+
+The `datasets` library, which is optional, is not used for them: it writes the rows to a cache on disk first, and its
+errors name no line. For Parquet, pyarrow is enough, which comes with it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from rotexp.data.formats import Format
+from rotexp.library_errors import refused
 
 ROWS_AT_ONCE = 1024
 SHOWN_FIELDS = 12
@@ -114,10 +119,5 @@ def _open_parquet(stream: IO[bytes], *, where: str) -> Any:
 
 @contextmanager
 def _readable_parquet(where: str) -> Iterator[None]:
-    from pyarrow import ArrowException
-
-    try:
+    with refused(lambda reason: f"{where}: cannot be read as Parquet ({reason}); fetch it again"):
         yield
-    except (ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{where}: cannot be read as Parquet ({reason}); fetch it again") from None
