@@ -184,14 +184,26 @@ def _evaluate(config: Config, run: FinishedRun | None, out: Path | None) -> int:
 def _check_calibration(run: FinishedRun, config: Config, inputs: Inputs) -> None:
     """Refuse to measure a run on the text that it was calibrated on, of which its summary keeps the digest.
 
+    Texts are compared as they were read and up to the run's own limit, and however they are written; of a run before
+    that was kept, by the digest of its very characters. One written in more characters than the limit is not known.
+
     Raises:
-        ValueError: it is that text.
+        ValueError: it is that text, or the run's summary keeps no digest.
     """
-    digest = run.summary["evaluation"]["protocol"]["calibration_digest"]
-    if inputs.protocol["text_digest"] == digest:
+    from rotexp.data.corpora import text_digest
+    from rotexp.inputs import read_within_limit
+
+    protocol = run.protocol
+    limit = run.config.data.max_characters
+    found = {inputs.protocol["text_digest"], inputs.protocol["text_spelling"]}
+    if limit != config.data.max_characters:
+        corpus, _longer = read_within_limit(replace(config.data, max_characters=limit))
+        found |= {text_digest(corpus.evaluation), corpus.evaluation_spelling}
+    known = protocol["calibration_digest"]
+    if found & {known, protocol.get("calibration_spelling")}:
         raise ValueError(
-            f"data.evaluation={config.data.evaluation}: is the text that the run was calibrated on (digest {digest}); "
-            f"held-out figures need another"
+            f"data.evaluation={config.data.evaluation}: is the text that the run was calibrated on (digest {known}), "
+            f"whatever its spelling; held-out figures need another"
         )
 
 

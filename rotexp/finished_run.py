@@ -46,6 +46,22 @@ class FinishedRun:
             raise ValueError(f"run={self.folder}: {SUMMARY_FILE} says no train.steps; restore it, or name another run")
         return steps
 
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """How it was measured: digests of its texts among others.
+
+        Raises:
+            ValueError: its summary does not say so.
+        """
+        evaluation = self.summary.get("evaluation")
+        protocol = evaluation.get("protocol") if isinstance(evaluation, dict) else None
+        if not isinstance(protocol, dict) or not isinstance(protocol.get("calibration_digest"), str):
+            raise ValueError(
+                f"run={self.folder}: {SUMMARY_FILE} says no evaluation.protocol.calibration_digest; restore it, or "
+                f"name another run"
+            )
+        return protocol
+
 
 def read_finished_run(folder: Path, *, key: str | None = "run") -> FinishedRun:
     """Read a run's folder; loads no torch.

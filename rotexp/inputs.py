@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from rotexp.config import Config, DataConfig, DataSource
-from rotexp.data.blocks import BlockSampler, TokenBlocks, cut, unknown_share
+from rotexp.data.blocks import BlockSampler, TokenBlocks, beginning, cut, unknown_share
 from rotexp.data.corpora import Corpus, builtin_corpus, cut_to, text_digest, wikitext2_corpus
-from rotexp.data.overlap import PASSAGE, repeated_share, spelling_digest
+from rotexp.data.overlap import PASSAGE, SHORTEST_UNIT, Repetition, repetition
 from rotexp.data.text_files import find_text
 from rotexp.models.arch import find_spec
 from rotexp.models.checkpoint import Checkpoint, RandomWeights
@@ -26,6 +26,9 @@ from rotexp.rotation.trainable import train_also
 
 DOUBTED_SHARE = 0.1
 """Of unknown tokens; natural text of a model's own language has far fewer."""
+
+USUAL_SHARE = 0.05
+"""Of whole lines and sentences that unrelated texts may have in common; the built-in ones have 2% at the defaults."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,23 @@ def read_corpus(data: DataConfig) -> tuple[Corpus, list[str]]:
     Raises:
         ValueError: a file is missing or unreadable, the hub did not give the data set, or both are the same text.
     """
-    corpus, longer = cut_to(_read_whole_corpus(data), data.max_characters)
-    if spelling_digest(corpus.calibration) == spelling_digest(corpus.evaluation):
+    corpus, longer = read_within_limit(data)
+    if corpus.calibration_spelling == corpus.evaluation_spelling:
         raise ValueError(
             f"data.evaluation={data.evaluation}: holds the same text as data.calibration={data.calibration}, whatever "
             f"its name and spelling; held-out figures need text that was not trained on"
         )
     limit = f"data.max_characters={data.max_characters}"
     return corpus, [f"{limit}: {key} is longer, and no more of it is read; null reads all" for key in longer]
+
+
+def read_within_limit(data: DataConfig) -> tuple[Corpus, list[str]]:
+    """Read both texts, whatever they hold, up to the limit; return them, and the keys of those that were longer.
+
+    Raises:
+        ValueError: a file is missing or unreadable, or the hub did not give the data set.
+    """
+    return cut_to(_read_whole_corpus(data), data.max_characters)
 
 
 def _read_whole_corpus(data: DataConfig) -> Corpus:
@@ -119,21 +131,22 @@ def open_inputs(config: Config) -> Inputs:
     )
     _check_placement(config, checkpoint, model)
     BlockSampler(len(calibration), global_batch_size=config.data.global_batch_size, steps=0, seed=0)
-    share = repeated_share(corpus.evaluation, corpus.calibration)
-    protocol = _protocol(config, corpus, evaluation) | {"share_in_calibration": share}
+    repeated = repetition(beginning(corpus.evaluation, tokenizer, tokens=evaluation.size), corpus.calibration)
+    protocol = _protocol(config, corpus, evaluation) | {"share_in_calibration": repeated.share}
     blocks = {"calibration": calibration, "evaluation": evaluation}
-    warnings += [*_repetition(share), *_doubts(blocks, tokenizer, checkpoint, rows=rows)]
+    warnings += [*_repetition(repeated), *_doubts(blocks, tokenizer, checkpoint, rows=rows)]
     return Inputs(checkpoint, calibration, evaluation, protocol, warnings=tuple(warnings))
 
 
-def _repetition(share: float) -> list[str]:
-    """Say that a share of the evaluation text stands in the calibration text, if any does."""
-    if not share:
+def _repetition(found: Repetition) -> list[str]:
+    """Say that a share of what is scored stands in the calibration text, if it is more than texts have in common."""
+    if not found.in_passages and found.share < USUAL_SHARE:
         return []
-    shown = f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+    shown = f"{found.share:.1%}" if found.share >= 0.001 else "less than 0.1%"
     return [
-        f"{shown} of the evaluation text stands in the calibration text too, in passages of {PASSAGE} characters or "
-        f"more (blanks not counted): held-out figures look better than they are; evaluate on other text"
+        f"{shown} of the evaluation text that is scored stands in the calibration text too (passages of {PASSAGE} "
+        f"letters or more, whole lines and sentences of {SHORTEST_UNIT}): held-out figures look better than they are; "
+        f"evaluate on other text"
     ]
 
 
@@ -181,7 +194,9 @@ def _protocol(config: Config, corpus: Corpus, evaluation: TokenBlocks) -> dict[s
     return {
         "data": config.data.name,
         "text_digest": text_digest(corpus.evaluation),
+        "text_spelling": corpus.evaluation_spelling,
         "calibration_digest": text_digest(corpus.calibration),
+        "calibration_spelling": corpus.calibration_spelling,
         "window": window,
         "stride": window,
         "windows": windows,

@@ -10,7 +10,11 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+
+from rotexp.data.overlap import spelling_digest
+from rotexp.library_errors import refused
 
 # Tests and vendored or generated code: their docstrings are labels, tables or copies rather than prose.
 EXCLUDED_FOLDERS = frozenset(
@@ -32,6 +36,8 @@ EXCLUDED_FOLDERS = frozenset(
 EVALUATION_SHARE = 10
 # Shorter repeated paragraphs ("Example:", "pass") belong to the flow of the text around them.
 REPEATED_PARAGRAPH_LENGTH = 80
+# Of a digest, in hexadecimal.
+DIGITS = 16
 # What may hold a statement.
 _BRANCHES = (ast.stmt, ast.excepthandler, ast.match_case)
 
@@ -43,10 +49,20 @@ class Corpus:
     calibration: str
     evaluation: str
 
+    @cached_property
+    def calibration_spelling(self) -> str:
+        """The digest of the calibration text however it is written."""
+        return spelling_digest(self.calibration)[:DIGITS]
+
+    @cached_property
+    def evaluation_spelling(self) -> str:
+        """The digest of the evaluation text however it is written."""
+        return spelling_digest(self.evaluation)[:DIGITS]
+
 
 def text_digest(text: str) -> str:
     """The first 16 hexadecimal digits of the text's SHA-256, by which a reported figure names its text."""
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:DIGITS]
 
 
 def cut_to(corpus: Corpus, max_characters: int | None) -> tuple[Corpus, list[str]]:
@@ -92,15 +108,11 @@ def wikitext2_corpus(*, path: str, revision: str | None) -> Corpus:
         from datasets import load_dataset
     except ImportError:
         raise ValueError(f"data=wikitext2 needs `datasets`: `pip install 'rotexp[hub]'`, {remedy}") from None
-    try:
+    line = f"data.path={path} (revision {revision}): cannot load WikiText-2"
+    advice = f"check the path and the network, install `pip install 'rotexp[hub]'`, {remedy}"
+    with refused(lambda reason: f"{line} ({reason}); {advice}"):
         splits = load_dataset(path, "wikitext-2-raw-v1", revision=revision)
         calibration, evaluation = ("\n\n".join(splits[split]["text"]) for split in ("train", "test"))
-    except Exception as error:  # the hub client raises errors of many unrelated libraries
-        cause = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"data.path={path} (revision {revision}): cannot load WikiText-2 ({type(error).__name__}: {cause}); "
-            f"check the path and the network, install `pip install 'rotexp[hub]'`, {remedy}"
-        ) from error
     return Corpus(calibration=calibration, evaluation=evaluation)
 
 

@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +15,7 @@ from run_train import Run, run_train
 from rotexp.data.corpora import text_digest
 from rotexp.evaluate import main
 
-WARNING = "of the evaluation text stands in the calibration text too, in passages of 256 characters or more"
+WARNING = "of the evaluation text that is scored stands in the calibration text too (passages of 256 letters or more"
 
 
 def value(overrides: list[str], key: str) -> Path:
@@ -56,7 +58,7 @@ def test_packed_rows_are_trained_on_and_an_overlap_is_said_once_and_recorded(
     protocol = run.summary["evaluation"]["protocol"]
     assert protocol["calibration_digest"] == text_digest(read)
     assert protocol["text_digest"] == text_digest(evaluation[:60_000])
-    assert protocol["share_in_calibration"] == pytest.approx(0.5, abs=0.01)
+    assert protocol["share_in_calibration"] == 1  # all windows lie in the first half
     lines = run.output.splitlines()
     assert sum(WARNING in line for line in lines) == 1
     said = next(line for line in lines if WARNING in line)
@@ -108,5 +110,72 @@ def test_a_run_is_not_measured_on_the_text_it_was_calibrated_on(
     (tmp_path / "another.txt").write_text("Another text. " * 200, encoding="utf-8")
     code, output, errors = evaluate(f"run={folder / 'run'}", same, f"data.calibration={tmp_path / 'another.txt'}")
     assert (code, output) == (2, "")
-    assert f"is the text that the run was calibrated on (digest {digest}); held-out figures need another" in errors
+    assert f"is the text that the run was calibrated on (digest {digest}), whatever its spelling; " in errors
+    assert errors.count("\n") == 1
+
+
+SPACED = (lambda text: text.replace(" ", " \u200b"), "null")
+"""Has more characters than the run's limit lets it read."""
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "limit"), [(str, "3000"), (str, "null"), (str.upper, "60000"), (str.upper, "3000"), SPACED]
+)
+def test_nor_where_it_is_written_in_another_way_or_read_to_another_limit(
+    rewrite: Callable[[str], str],
+    limit: str,
+    overlapping: tuple[Run, Path],
+    evaluate: Ask,
+    tmp_path: Path,
+) -> None:
+    """The file holds what the run read."""
+    run, folder = overlapping
+    rows = [json.loads(gzip.decompress((folder / f"{number}.jsonl.gz").read_bytes()))["body"] for number in range(3)]
+    read = "\n\n".join(rows)[:60_000]
+    assert text_digest(read) == run.summary["evaluation"]["protocol"]["calibration_digest"]
+    (tmp_path / "rewritten.txt").write_text(rewrite(read), encoding="utf-8")
+    (tmp_path / "another.txt").write_text("Another text. " * 900, encoding="utf-8")
+    named = [f"data.{name}={tmp_path / file}" for name, file in FILES.items()]
+    changes = [*named, "data.field=null", f"data.max_characters={limit}"]
+    code, output, errors = evaluate(f"run={folder / 'run'}", *changes)
+    assert (code, output) == (2, "")
+    assert "rewritten.txt: is the text that the run was calibrated on (digest " in errors
+
+
+FILES = {"evaluation": "rewritten.txt", "calibration": "another.txt"}
+
+
+def old_protocol(summary: dict[str, Any]) -> None:
+    del summary["evaluation"]["protocol"]["calibration_spelling"]
+
+
+def test_a_run_of_before_spellings_were_kept_is_compared_by_its_digest(
+    overlapping: tuple[Run, Path], evaluate: Ask, tmp_path: Path
+) -> None:
+    run, folder = overlapping
+    shutil.copytree(run.folder, tmp_path / "run")
+    old_protocol(summary := json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8")))
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    (tmp_path / "another.txt").write_text("Another text. " * 900, encoding="utf-8")
+    named = [f"data.evaluation='{folder}/[012].jsonl.gz'", f"data.calibration={tmp_path / 'another.txt'}"]
+    code, _output, errors = evaluate(f"run={tmp_path / 'run'}", *named)
+    assert code == 2
+    assert "is the text that the run was calibrated on" in errors
+
+
+@pytest.mark.parametrize("evaluation", ["absent", None, [], {"protocol": None}, {"protocol": {}}, 7])
+def test_a_summary_without_the_digest_of_its_calibration_text_is_named(
+    evaluation: object, overlapping: tuple[Run, Path], evaluate: Ask, tmp_path: Path
+) -> None:
+    run, _folder = overlapping
+    shutil.copytree(run.folder, tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    summary["evaluation"] = evaluation
+    if evaluation == "absent":
+        del summary["evaluation"]
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    code, output, errors = evaluate(f"run={tmp_path / 'run'}")
+    assert (code, output) == (2, "")
+    line = f"run={tmp_path / 'run'}: summary.json says no evaluation.protocol.calibration_digest; restore it, or name"
+    assert line in errors
     assert errors.count("\n") == 1
