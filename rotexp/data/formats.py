@@ -5,6 +5,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import unicodedata
+from collections import Counter
 from enum import Enum
 
 HEAD_BYTES = 1 << 16
@@ -18,6 +20,16 @@ class Format(Enum):
     json_lines = "JSON Lines"
     parquet = "Parquet"
     gzip = "gzip"
+    bzip2 = "bzip2"
+    xz = "xz"
+
+
+PACKED = {
+    Format.gzip: re.compile(rb"\x1f\x8b"),
+    Format.bzip2: re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
+    Format.xz: re.compile(rb"\xfd7zXZ\x00|\x5d\x00\x00"),
+}
+"""First bytes of what is unpacked; the older form of xz is that of `.lzma`."""
 
 
 UNPACK = "unpack it, and name the files inside"
@@ -28,8 +40,10 @@ FOREIGN = (
     (b"PK\x03\x04", "a zip archive (or a docx, xlsx, npz or torch file)", UNPACK),
     (b"PK\x05\x06", "an empty zip archive", UNPACK),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd", "decompress it with `zstd -d`"),
-    (b"\xfd7zXZ\x00", "compressed by xz", "decompress it with `xz -dk`"),
-    (b"BZh", "compressed by bzip2", "decompress it with `bzip2 -dk`"),
+    (b"LZIP\x01", "compressed by lzip", "decompress it with `lzip -dk`"),
+    (b"x\x9c", "compressed by zlib", "decompress it with `zlib-flate -uncompress`"),
+    (b"x\xda", "compressed by zlib", "decompress it with `zlib-flate -uncompress`"),
+    (b"x\x01", "compressed by zlib", "decompress it with `zlib-flate -uncompress`"),
     (b"\x04\x22\x4d\x18", "compressed by lz4", "decompress it with `lz4 -d`"),
     (b"\xff\x06\x00\x00sNaPpY", "compressed by snappy", "decompress it"),
     (b"\x1f\x9d", "compressed by compress", "decompress it with `gzip -dk`"),
@@ -55,7 +69,6 @@ FOREIGN = (
 """First bytes of what is often named by mistake, what it is, and what to do."""
 
 SIGNS_OF_BINARY = {
-    b"BZh": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
     b"ORC": re.compile(rb"ORC[\x00-\x1f]"),
     b"GGUF": re.compile(rb"GGUF[\x01-\x0f]\x00"),
     b"ARROW1": re.compile(rb"ARROW1\x00\x00"),
@@ -63,7 +76,9 @@ SIGNS_OF_BINARY = {
 """More of the first bytes, where a text may well begin with so few letters."""
 
 TAR_PLACE, TAR_MAGIC = 257, b"ustar"
-PICKLE = re.compile(rb"\x80[\x02-\x05]")
+PICKLE = re.compile(rb"\x80[\x02-\x05]|\([ld]p\d+\n|\(?[VSIF][^\n]*\np\d+\n|c[\w.]+\n\w+\np\d+\n")
+"""Of protocol 0 too, which is ASCII."""
+
 TO_UTF8 = "convert it with `iconv -f {encoding} -t UTF-8`"
 BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
@@ -71,6 +86,21 @@ BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
+WIDE = {"UTF-32LE": 4, "UTF-32BE": 4, "UTF-16LE": 2, "UTF-16BE": 2}
+"""Bytes of a character."""
+
+CONTROLS = bytes(byte for byte in [*range(1, 32), 127] if byte not in b"\b\t\n\v\f\r\x1a\x1b")
+"""What hardly occurs in texts; form feeds, terminals' escapes, overstriking and DOS's end of a file do."""
+
+LONGEST_WORD = 32
+"""Characters of a number or word of JSON that the end of the head may cut off."""
+
+FEW_CONTROLS = 0.05
+CONTROLS_IN_WIDE = 0.005
+CHARACTERS_A_LEAD = 4
+DIFFERENCE_OF_PAIRS = 0.3
+MOSTLY = 0.97
+"""How texts in UTF-16 without a mark are known: shares of bytes, and of characters; and how few leading bytes are."""
 
 
 def recognize(head: bytes) -> Format:
@@ -79,8 +109,9 @@ def recognize(head: bytes) -> Format:
     Raises:
         ValueError: it is nothing that text is read from; says what it is, and what to do.
     """
-    if head.startswith(b"\x1f\x8b"):
-        return Format.gzip
+    for form, magic_of_form in PACKED.items():
+        if magic_of_form.match(head):
+            return form
     if head.startswith(b"PAR1"):
         return Format.parquet
     for magic, name, remedy in FOREIGN:
@@ -95,15 +126,40 @@ def recognize(head: bytes) -> Format:
 
 
 def _refuse_wide_characters(head: bytes) -> None:
-    """Refuse UTF-16 and UTF-32, which have every other byte zero in most texts."""
+    """Refuse UTF-16 and UTF-32, and what is full of control characters."""
     for mark, name in BYTE_ORDER_MARKS:
         if head.startswith(mark):
             raise ValueError(f"is {name}, not UTF-8; {TO_UTF8.format(encoding=name)}")
-    zeros = {"UTF-16LE": head[1::2].count(0), "UTF-16BE": head[0::2].count(0)}
-    for name, count in zeros.items():
-        others = sum(zeros.values()) - count
-        if count >= 4 and count > 0.15 * len(head) and others < 0.1 * count:
+    controls = sum(map(head.count, CONTROLS))
+    if controls + head.count(0) > CONTROLS_IN_WIDE * len(head) and _has_pairs(head):
+        likely = [name for name in WIDE if _is_text_in(head, name)]
+        if likely:
+            name = min(likely, key=lambda name: _leading_bytes(head, name))
             raise ValueError(f"looks like {name}, not UTF-8; {TO_UTF8.format(encoding=name)}")
+    if controls > FEW_CONTROLS * len(head):
+        raise ValueError(f"is binary (of its first {len(head)} bytes {controls} are control characters); name a text")
+
+
+def _has_pairs(head: bytes) -> bool:
+    """Whether bytes at even and at odd places are of different kinds, as never in encodings of one byte a letter."""
+    even, odd = Counter(head[0::2]), Counter(head[1::2])
+    return (even - odd).total() > DIFFERENCE_OF_PAIRS * even.total()
+
+
+def _is_text_in(head: bytes, encoding: str) -> bool:
+    """Whether nearly all characters are usual ones in an encoding, and of few scripts."""
+    try:
+        text = codecs.getincrementaldecoder(encoding)().decode(head)
+    except UnicodeDecodeError:
+        return False
+    usual = sum(character in "\t\n\r\f" or unicodedata.category(character)[0] in "LMNPSZ" for character in text)
+    return usual > MOSTLY * len(text) and CHARACTERS_A_LEAD * _leading_bytes(head, encoding) <= len(text)
+
+
+def _leading_bytes(head: bytes, encoding: str) -> int:
+    """How many different bytes lead the characters: few, as a text is of one script."""
+    width = WIDE[encoding]
+    return len(set(head[width - 1 if encoding.endswith("LE") else 0 :: width]))
 
 
 def _text_format(head: bytes) -> Format:
@@ -111,6 +167,10 @@ def _text_format(head: bytes) -> Format:
     start = head.lstrip()
     if re.match(rb'\[\s*\{\s*["}]', start):
         raise ValueError("is one JSON array; write one object a line (`jq -c '.[]'`), and set data.field")
+    if start.startswith(b"[") and _is_array(start.decode(errors="ignore"), cut_off=len(head) + 3 >= HEAD_BYTES):
+        raise ValueError(
+            "is a JSON array; write one object a line (`jq -c '.[] | {text: .}'`), and set data.field=text"
+        )
     if not re.match(rb'\{\s*["}]', start):
         return Format.text
     lines = [line for line in start.split(b"\n") if line.strip()]
@@ -122,6 +182,21 @@ def _text_format(head: bytes) -> Format:
     if re.match(rb'\{\s*"[^"\n]*"\s*:', start):
         raise ValueError("is JSON, but not one object a line; write it so (`jq -c .`), and set data.field")
     return Format.text
+
+
+def _is_array(start: str, *, cut_off: bool, lines: int = 2) -> bool:
+    """Whether a text is a JSON array, or its first lines are one each, as far as is seen of it."""
+    try:
+        _array, end = json.JSONDecoder().raw_decode(start)
+    except json.JSONDecodeError as error:
+        return cut_off and (error.msg.startswith("Unterminated string") or error.pos + LONGEST_WORD >= len(start))
+    except RecursionError:
+        return True
+    rest = start[end:].lstrip()
+    if not rest or lines == 1:
+        return True
+    is_next_line = "\n" in start[end : len(start) - len(rest)]
+    return is_next_line and rest.startswith("[") and _is_array(rest, cut_off=cut_off, lines=lines - 1)
 
 
 def _is_object(line: bytes) -> bool:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 REMEDY = "give the path of an existing UTF-8 text file"
 
+PACKED_ENDINGS = (".gz", ".bz2", ".xz", ".lzma")
+
 OF_THIS_COMMAND = re.compile(r"/dev/(fd/|std(in|out|err)$)|/proc/[^/]+/(task/[^/]+/)?fd/")
 """Paths that mean something else to another process: pipes of the shell, standard input."""
 
@@ -93,8 +95,8 @@ def _files_of(folder: Path, where: str) -> list[Path]:
 
 
 def _endings(file: Path) -> list[str]:
-    """Return what a name ends in; behind `.gz`, what the unpacked file's would."""
-    return file.suffixes[-2:] if file.suffix == ".gz" else file.suffixes[-1:]
+    """Return what a name ends in; behind `.gz` and the like, what the unpacked file's would."""
+    return file.suffixes[-2:] if file.suffix in PACKED_ENDINGS else file.suffixes[-1:]
 
 
 def _raise(error: OSError) -> None:

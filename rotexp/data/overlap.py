@@ -93,11 +93,13 @@ def repetition(text: str, source: str) -> Repetition:
     """
     marked = "".join(part.translate(KEPT) for part in _folded(text))
     letters = _letters_of(marked)
-    passages, units = _Passages(letters), [_Units(marked, LINE_END), _Units(marked, SENTENCE_END)]
+    passages, lines, sentences = _Passages(letters), _Units(marked, LINE_END), _Units(marked, SENTENCE_END)
     for part in _folded(source):
-        for kind in (passages, *units):
-            kind.look_in(part.translate(KEPT))
-    found = [kind.found() for kind in (passages, *units)]
+        kept = part.translate(KEPT)
+        passages.look_in(kept)
+        lines.look_in(kept)
+        sentences.look_in(kept)
+    found = [passages.found(), lines.found(), sentences.found()]
     return Repetition(_covered_share(found, len(letters)), _covered_share(found[:1], len(letters)))
 
 

@@ -1,25 +1,36 @@
-"""Read text from files: plain, by gzip, or one field of JSON Lines or Parquet; no more of it than is asked for."""
+"""Read text from files: plain, packed, or one field of JSON Lines or Parquet; no more of it than is asked for."""
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import gzip
 import io
+import lzma
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
 from rotexp.data.formats import HEAD_BYTES, Format, recognize
-from rotexp.data.named_files import find_files
+from rotexp.data.named_files import PACKED_ENDINGS, find_files
 from rotexp.data.rows import fields_of, values
 
 DOCUMENT_BORDER = "\n\n"
 """What stands between two documents: a blank line, as between WikiText's rows in published evaluations."""
 
 CHUNK_BYTES = 1 << 20
+
+UNPACKING: dict[Format, Callable[[IO[bytes]], object]] = {
+    Format.gzip: lambda raw: gzip.GzipFile(fileobj=raw),
+    Format.bzip2: bz2.BZ2File,
+    Format.xz: lzma.LZMAFile,
+}
+
+NOT_PROSE = {".csv": "a table", ".tsv": "a table", ".pkl": "a pickle", ".pickle": "a pickle"}
+"""What names say of files that look like prose."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,7 @@ def find_text(path: Path, *, key: str) -> TextFiles:
     """Find the files of a text, and see whether they hold rows: one file, or those of a folder or a pattern.
 
     Args:
-        path: absolute; a file's content and not its name says how it is read, also behind gzip.
+        path: absolute; a file's content and not its name says how it is read, also where it is packed.
         key: the configuration key that named it, for errors.
 
     Raises:
@@ -116,17 +127,18 @@ def _beginning(parts: Iterable[str], at_most: int | None) -> str:
 
 @contextmanager
 def _opened(file: Path, where: str) -> Iterator[tuple[IO[bytes], Format, str]]:
-    """Open a file; yield its bytes, behind gzip if it is that, what they are, and what an error begins with."""
+    """Open a file; yield its bytes, unpacked if it is packed, what they are, and what an error begins with."""
     with _readable(where), file.open("rb") as raw:
-        form = _format(raw, file.name, where=where)
-        if form is not Format.gzip:
-            yield raw, form, where
+        packed = _format(raw, file.name, where=where)
+        if packed not in UNPACKING:
+            yield raw, packed, where
             return
         where = f"{where} (unpacked)"
-        stream = cast(IO[bytes], gzip.GzipFile(fileobj=raw))
-        form = _format(stream, file.name.removesuffix(".gz"), where=where)
-        if form in (Format.gzip, Format.parquet):
-            raise ValueError(f"{where}: is {form.value}, which is not read from gzip; decompress it first")
+        name = file.name if file.suffix not in PACKED_ENDINGS else file.stem
+        stream = cast(IO[bytes], UNPACKING[packed](raw))
+        form = _format(stream, name, where=where)
+        if form in UNPACKING or form is Format.parquet:
+            raise ValueError(f"{where}: is {form.value}, which is not read from {packed.value}; decompress it first")
         yield stream, form, where
 
 
@@ -141,7 +153,12 @@ def _format(stream: IO[bytes], name: str, *, where: str) -> Format:
     ending = Path(name).suffix.lower()
     if ending == ".parquet" and form in (Format.text, Format.json_lines):
         raise ValueError(f"{where}: is not Parquet, as its name says, but {form.value}; fetch it again, or rename it")
-    if ending in (".jsonl", ".ndjson") and form is Format.text:
+    if ending in NOT_PROSE and form is Format.text:
+        raise ValueError(
+            f"{where}: is {NOT_PROSE[ending]} by its name; write it as JSON Lines or Parquet, and set data.field, or "
+            f"rename it if it is prose"
+        )
+    if ending in (".json", ".jsonl", ".ndjson") and form is Format.text:
         return Format.json_lines
     return form
 
@@ -151,23 +168,23 @@ def _readable(where: str) -> Iterator[None]:
     """Say in one line why a file cannot be read."""
     try:
         yield
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{where}: is damaged or incomplete gzip ({error}); fetch it again") from None
-    except OSError as error:
-        reason = " ".join((error.strerror or str(error)).split())
-        raise ValueError(f"{where}: cannot be read ({reason}); check the path and its permissions") from None
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            reason = " ".join((error.strerror or str(error)).split())
+            raise ValueError(f"{where}: cannot be read ({reason}); check the path and its permissions") from None
+        raise ValueError(f"{where}: is damaged or incomplete ({error}); fetch it again") from None
 
 
 def _plain_parts(stream: IO[bytes], *, where: str) -> Iterator[str]:
-    """Yield a text as it is decoded, with `\\n` for every line end."""
-    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True)
+    """Yield a text as it is decoded, with `\\n` for every line end, and without a byte-order mark before it."""
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     position = 0
     with _readable(where):
         for chunk in iter(lambda: stream.read(CHUNK_BYTES), b""):
             if (place := chunk.find(0)) >= 0:
                 raise ValueError(
                     f"{where}: holds a NUL byte (byte {position + place}), as no text does: it is binary or damaged; "
-                    f"name a text, or remove them with `tr -d '\\000'`"
+                    f"name a text, or repair it"
                 )
             position += len(chunk)
             yield _decoded(decoder, chunk, position, where=where)

@@ -1,7 +1,9 @@
 """The user's texts: plain, gzipped or one field of rows; of files, folders and patterns; damage said in one line."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import re
 import socket
@@ -50,7 +52,19 @@ def write_parquet(file: Path, documents: Iterable[object], *, field: str = "text
 def test_plain_text_is_read_as_it_is_with_one_kind_of_line_ends(tmp_path: Path) -> None:
     file = tmp_path / "prose"
     file.write_bytes("\ufeffGrüße,\r\n\t世界 🙂\rEnd \r\n".encode())
-    assert read(file) == file.read_text(encoding="utf-8") == "\ufeffGrüße,\n\t世界 🙂\nEnd \n"
+    assert read(file) == file.read_text(encoding="utf-8-sig") == "Grüße,\n\t世界 🙂\nEnd \n"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1 << 20])
+def test_a_byte_order_mark_is_left_out_at_the_beginning_of_every_file(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", size)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"{name}\ufeff", encoding="utf-8-sig")
+    assert read(tmp_path) == "a.txt\ufeff\n\nb.txt\ufeff"
+    (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbfcaf\xe9!")
+    assert refusal(tmp_path / "c.txt").startswith(": is not UTF-8 (byte 6)")
 
 
 def test_characters_and_line_ends_across_chunks_are_read_as_of_one(
@@ -81,6 +95,28 @@ def test_gzip_is_unpacked_whatever_its_name(tmp_path: Path) -> None:
         assert read(tmp_path / name, field=None if name == "a.txt.gz" else "text") == JOINED
     (tmp_path / "unpacked.txt.gz").write_bytes(b"A browser unpacked this on the way.")
     assert read(tmp_path / "unpacked.txt.gz") == "A browser unpacked this on the way."
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".lzma": lambda data: lzma.compress(data, format=lzma.FORMAT_ALONE),
+}
+
+
+@pytest.mark.parametrize(("ending", "pack"), PACKERS.items(), ids=PACKERS.keys())
+def test_what_python_unpacks_is_read(ending: str, pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    (tmp_path / f"a.jsonl{ending}").write_bytes(pack(lines(DOCUMENTS)))
+    assert read(tmp_path / f"a.jsonl{ending}", field="text") == JOINED
+    (tmp_path / "b").write_bytes(pack(JOINED.encode() * 2000))
+    assert read(tmp_path / "b") == JOINED * 2000
+    (tmp_path / "b").write_bytes(pack(os.urandom(60_000).hex().encode())[:-9000])
+    assert ": is damaged or incomplete (" in refusal(tmp_path / "b")
+    (tmp_path / f"c.jsonl{ending}").write_bytes(pack(b"No JSON."))
+    assert ":1: is no JSON object" in refusal(tmp_path / f"c.jsonl{ending}", field="text")
+    (tmp_path / f"d.txt{ending}").write_bytes(b"")
+    assert f": is a folder of several kinds of files (.jsonl{ending}, .txt{ending}, no ending)" in refusal(tmp_path)
 
 
 def test_plain_text_and_json_lines_need_no_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +244,16 @@ def test_a_name_that_promises_rows_is_held_to_it(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.ndjson", "a.JSONL"):
         (tmp_path / name).write_text("No JSON.")
         assert refusal(tmp_path / name, field="text").startswith(":1: is no JSON object (Expecting value, column 1)")
+    for name, kind in (("a.csv", "table"), ("a.TSV", "table"), ("a.pkl", "pickle")):
+        (tmp_path / name).write_text("id,text\n1,Prose.\n")
+        line = f": is a {kind} by its name; write it as JSON Lines or Parquet, and set data.field, or rename it"
+        assert refusal(tmp_path / name).startswith(line)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"id,text\n1,Prose.\n"))
+    assert refusal(tmp_path / "a.csv.gz").startswith(" (unpacked): is a table by its name; ")
+    (tmp_path / "a.json").write_text('"One value."')
+    assert refusal(tmp_path / "a.json", field="text") == ":1: is no JSON object (but a str); correct it or leave it out"
+    (tmp_path / "a.json").write_bytes(lines(DOCUMENTS))
+    assert read(tmp_path / "a.json", field="text") == JOINED
     (tmp_path / "a.parquet").write_text("<html>Not found</html>")
     assert refusal(tmp_path / "a.parquet").startswith(": is not Parquet, as its name says, but plain text; fetch it")
 
@@ -234,7 +280,7 @@ def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
     file, whole = tmp_path / "a.txt.gz", gzip.compress(os.urandom(40).hex().encode() * 3000)
     for damaged in (whole[:-9], whole[:12], whole[:40] + b"\xff" * 40 + whole[80:], whole + b"rubbish"):
         file.write_bytes(damaged)
-        assert ": is damaged or incomplete gzip (" in refusal(file)
+        assert ": is damaged or incomplete (" in refusal(file)
     file.write_bytes(gzip.compress(whole))
     assert refusal(file) == " (unpacked): is gzip, which is not read from gzip; decompress it first"
     file.write_bytes(gzip.compress(b"PK\x03\x04"))
