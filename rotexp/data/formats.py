@@ -193,10 +193,10 @@ def _is_array(start: str, *, cut_off: bool, lines: int = 2) -> bool:
     except RecursionError:
         return True
     rest = start[end:].lstrip()
-    if not rest or lines == 1:
+    if not rest:
         return True
     is_next_line = "\n" in start[end : len(start) - len(rest)]
-    return is_next_line and rest.startswith("[") and _is_array(rest, cut_off=cut_off, lines=lines - 1)
+    return is_next_line and (lines == 1 or (rest[0] == "[" and _is_array(rest, cut_off=cut_off, lines=lines - 1)))
 
 
 def _is_object(line: bytes) -> bool:
