@@ -8,6 +8,9 @@ from typing import Any
 
 from rotexp.library_errors import refused
 
+CONFIG_FILE = "config.json"
+"""What tells a Hugging Face model's structure."""
+
 QUANTIZED_KEYS = ("quantization_config", "compression_config")
 """Keys of a `config.json` whose weights are stored quantized."""
 
@@ -28,7 +31,7 @@ def read_config(folder: Path) -> Any:
     """
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
-    file = folder / "config.json"
+    file = folder / CONFIG_FILE
     if not file.is_file():
         raise ValueError(f"model.path={folder}: holds no config.json; name a Hugging Face checkpoint folder")
     described = _described(file)

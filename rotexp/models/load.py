@@ -17,7 +17,7 @@ from rotexp.models import tiny
 from rotexp.models.arch import ArchSpec, embedding_name, head_name, tie
 from rotexp.models.checkpoint import Checkpoint, RandomWeights, Source, Weights
 from rotexp.models.gguf import open_gguf, read_gguf_config, require_packages
-from rotexp.models.hf_config import read_config
+from rotexp.models.hf_config import CONFIG_FILE, read_config
 from rotexp.models.hub import fetch_description, fetch_weights
 from rotexp.models.structure import Structure, build_network, fit, read_structure
 from rotexp.models.weight_folder import file_weights, folder_weights, is_weights, require_model
@@ -147,18 +147,20 @@ class _Found:
         identity: what to call it in files.
         config: its whole Hugging Face config.
         place: its folder, or the one file of its weights.
+        folder: where its config lies.
         revision: its commit, where it is the hub's.
     """
 
     identity: str
     config: Any
     place: Path
+    folder: Path
     revision: str | None = None
 
     @property
     def tokenizer(self) -> Path:
-        """Where its tokenizer is: beside its weights or, in GGUF, among them."""
-        return self.place if self.is_gguf or self.place.is_dir() else self.place.parent
+        """Where its tokenizer is: beside its config or, in GGUF, among the weights."""
+        return self.place if self.is_gguf else self.folder
 
     @property
     def is_gguf(self) -> bool:
@@ -176,9 +178,9 @@ def _describe(model: ModelConfig) -> tuple[_Found, Structure]:
 def _find(model: ModelConfig) -> _Found:
     match model.source:
         case ModelSource.random:
-            return _Found(f"random_llama-{model.size}", _random_config(model), tiny.FOLDER)
+            return _Found(f"random_llama-{model.size}", _random_config(model), tiny.FOLDER, tiny.FOLDER)
         case ModelSource.tiny:
-            return _Found("tiny", read_config(tiny.FOLDER), tiny.FOLDER)
+            return _Found("tiny", read_config(tiny.FOLDER), tiny.FOLDER, tiny.FOLDER)
         case ModelSource.gguf:
             return _find_gguf(model, Path(model.path) if model.path else _packaged_gguf(model))
         case ModelSource.hf:
@@ -203,25 +205,39 @@ def _find_path(model: ModelConfig) -> _Found:
     if not path.exists():
         folder = fetch_description(model.path, revision=model.revision)
         require_model(folder)
-        return _Found(model.path, read_config(folder), folder, revision=folder.name)
+        return _Found(model.path, read_config(folder), folder, folder, revision=folder.name)
     if model.revision is not None:
         raise ValueError(f"model.revision={model.revision}: must be null for the local {path}; leave it out")
     path = _recorded(path)
     if path.is_dir():
         require_model(path)
-        return _Found(str(path), read_config(path), path)
+        return _Found(str(path), read_config(path), path, path)
     if is_weights(path):
-        return _Found(str(path), read_config(path.parent), path)
+        folder = _folder_of_config(path)
+        return _Found(str(path), read_config(folder), path, folder)
     if path.suffix.lower() == ".gguf":
         return _find_gguf(model, path)
     raise ValueError(f"model.path={path}: must be a folder, a hub id, or a .safetensors, .bin or .gguf file; name one")
+
+
+def _folder_of_config(file: Path) -> Path:
+    """Return the folder with the config of a file of weights: its own or, where that has none, that of what it links to.
+
+    A link to a link is followed one step at a time, since the last may lead to where files have digests for names.
+    """
+    step = file
+    while not (step.parent / CONFIG_FILE).is_file():
+        if not step.is_symlink():
+            return file.parent
+        step = whole_path(step.parent / step.readlink())
+    return step.parent
 
 
 def _find_gguf(model: ModelConfig, file: Path) -> _Found:
     require_packages(name=model.name)
     if not file.is_file():
         raise ValueError(f"model.path={file}: no such file; name a GGUF file")
-    return _Found(file.name, read_gguf_config(file), file)
+    return _Found(file.name, read_gguf_config(file), file, file.parent)
 
 
 def _packaged_gguf(model: ModelConfig) -> Path:
@@ -248,4 +264,4 @@ def _weights(found: _Found, structure: Structure) -> Weights:
     if found.is_gguf:
         tied = structure.head if structure.tied else None
         return open_gguf(found.place, structure.shapes, tied=tied, config=structure.config.to_dict())
-    return file_weights(found.place)
+    return file_weights(found.place, folder=found.folder)

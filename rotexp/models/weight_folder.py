@@ -28,10 +28,13 @@ def is_weights(file: Path) -> bool:
     return Path(file.name.lower().removesuffix(INDEX)).suffix in FILES
 
 
-def file_weights(file: Path) -> FileWeights:
+def file_weights(file: Path, *, folder: Path | None = None) -> FileWeights:
     """Return the weights of one file, or of those that an index assigns tensors to.
 
     transformers reads a tensor that several files hold from the last, whatever the index says of it.
+
+    Args:
+        folder: what an index's names are relative to (None: its own folder).
 
     Raises:
         ValueError: the index cannot be read, leads out of its folder, or a file that it names is missing.
@@ -39,12 +42,12 @@ def file_weights(file: Path) -> FileWeights:
     kind = FILES[Path(file.name.lower().removesuffix(INDEX)).suffix]
     if not file.name.lower().endswith(INDEX):
         return kind((file,))
-    assigned = _assigned(file)
+    folder = folder or file.parent
+    assigned = {name: folder / shard for name, shard in _assigned(file).items()}
     files = tuple(sorted(set(assigned.values())))
-    if absent := [str(shard.relative_to(file.parent)) for shard in files if not shard.is_file()]:
+    if absent := [str(shard.relative_to(folder)) for shard in files if not shard.is_file()]:
         raise ValueError(
-            f"model.path={file.parent}: {few(absent)} of its index is missing{_unfinished(file.parent)}; fetch the "
-            f"model again"
+            f"model.path={folder}: {few(absent)} of its index is missing{_unfinished(folder)}; fetch the model again"
         )
     return kind(files, assigned)
 
@@ -94,8 +97,8 @@ def require_model(folder: Path) -> None:
         raise ValueError(f"model.path={folder}: holds GGUF files; name one of them: {few(files)}")
 
 
-def _assigned(index: Path) -> dict[str, Path]:
-    """Return the file of each tensor as an index assigns it.
+def _assigned(index: Path) -> dict[str, str]:
+    """Return the file of each tensor as an index assigns it, relative to the model's folder.
 
     Raises:
         ValueError: it cannot be read, or names files elsewhere.
@@ -110,7 +113,7 @@ def _assigned(index: Path) -> dict[str, Path]:
         raise ValueError(f"model.path={index}: must name files in its folder, not {few(outside)}; fetch it again")
     if not named:
         raise ValueError(f"model.path={index}: names no files of weights (its weight_map is empty); fetch it again")
-    return {str(name): index.parent / file for name, file in named.items()}
+    return {str(name): file for name, file in named.items()}
 
 
 def _is_inside(file: str) -> bool:

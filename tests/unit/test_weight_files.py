@@ -223,6 +223,31 @@ def test_a_folder_of_links_is_read_and_a_linked_folder_has_its_own_name(
     assert opened(folder.parent / "latest" / name).identity == str(folder.parent / "latest" / name)
 
 
+@pytest.mark.parametrize("form", [SINGLE, INDEX])
+def test_a_link_from_elsewhere_has_the_config_and_tokenizer_of_what_it_leads_to(
+    linked: Callable[[str], Path], source: dict[str, Tensor], form: str
+) -> None:
+    """The first folder on the way that has a config, not the last: the cache's blobs have none beside them."""
+    folder = linked(SINGLE).parent
+    if form == INDEX:
+        (folder / SINGLE).unlink()
+        shards(folder, INDEX, source)
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / f"step.{form}").symlink_to(Path("..") / folder.name / form)
+    typed = folder.parent / f"here.{form}"
+    typed.symlink_to(Path("elsewhere") / f"step.{form}")
+    checkpoint = opened(typed)
+    assert (checkpoint.identity, checkpoint.tokenizer) == (str(typed), str(folder))
+    assert_equals_transformers(checkpoint, reference_of(folder))
+    LlamaConfig(**SHAPE | {"num_hidden_layers": 3}).save_pretrained(typed.parent)
+    nearest = "missing: model.layers.2." if form == SINGLE else "shard-0.safetensors, shard-1.safetensors, "
+    assert nearest in refusal(typed)  # the config beside the typed name comes first
+    for file in (typed.parent, folder):
+        (file / "config.json").unlink()
+    assert refusal(typed).startswith(f"model.path={typed.parent}: holds no config.json")
+
+
 def test_a_link_to_nothing_is_said(folder: Path) -> None:
     (folder / SINGLE).symlink_to("../blobs/gone")
     assert refusal(folder / SINGLE) == (
