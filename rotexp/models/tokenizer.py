@@ -15,6 +15,7 @@ TOKENIZER_PATTERNS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "*.jinja",
     "vocab*",
     "merges.txt",
     "*.model",

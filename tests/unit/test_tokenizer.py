@@ -91,6 +91,7 @@ def make_templates(folder: Path) -> None:
         shutil.copy(tiny.FOLDER / name, folder)
     further = {"additional_chat_templates/tool_use.jinja": "tools: " + TEMPLATE}
     write(folder, {"chat_template.jinja": TEMPLATE, "vocab.bpe": "#version: 0.2\n", **further})
+    write(folder, {"tool_chat.jinja": "kept"})
     (folder / "qwen.tiktoken").write_bytes(b"IQ== 0\nIg== 1\n")
     LlamaConfig(**SHAPE).save_pretrained(folder)
 
@@ -106,6 +107,7 @@ LAYOUTS: dict[str, tuple[Callable[[Path], None], set[str]]] = {
             "generation_config.json",
             "chat_template.jinja",
             "additional_chat_templates/tool_use.jinja",
+            "tool_chat.jinja",
             "vocab.bpe",
             "qwen.tiktoken",
         },
