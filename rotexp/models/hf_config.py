@@ -35,11 +35,11 @@ def read_config(folder: Path) -> Any:
     if not file.is_file():
         raise ValueError(f"model.path={folder}: holds no config.json; name a Hugging Face checkpoint folder")
     described = _described(file)
-    _require_unquantized(described, folder)
+    _require_unquantized(described, file)
     if described["model_type"] not in CONFIG_MAPPING:
         raise ValueError(
-            f"model_type={described['model_type']}: transformers {__version__} does not know it, and code that comes "
-            f"with a model is never run; choose another model, or another transformers"
+            f"model.path={file}: model_type={described['model_type']}: transformers {__version__} does not know it, "
+            f"and code that comes with a model is never run; choose another model, or another transformers"
         )
     unusable = f"model.path={file}: transformers {__version__} cannot use it"
     with refused(lambda reason: f"{unusable} ({reason}); correct it, or {REMEDY}"):
@@ -50,7 +50,7 @@ def language_config(config: Any) -> Any:
     """Return the config of the causal language model: `config` itself, or the one a multimodal config holds.
 
     Raises:
-        ValueError: transformers has no causal language model for it.
+        ValueError: transformers has no causal language model for it; the message names the model type, but no file.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -120,12 +120,12 @@ def _described(file: Path) -> dict[str, Any]:
     return described
 
 
-def _require_unquantized(described: dict[str, Any], folder: Path) -> None:
+def _require_unquantized(described: dict[str, Any], file: Path) -> None:
     for part in (described, *(value for value in described.values() if isinstance(value, dict))):
         for key in QUANTIZED_KEYS:
             if found := part.get(key):
                 method = found.get("quant_method", key) if isinstance(found, dict) else key
                 raise ValueError(
-                    f"model.path={folder}: its weights are stored quantized ({method}); rotations are trained on the "
+                    f"model.path={file}: its weights are stored quantized ({method}); rotations are trained on the "
                     f"model before quantization, so give the unquantized checkpoint"
                 )

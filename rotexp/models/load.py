@@ -163,6 +163,13 @@ class _Found:
         return self.place if self.is_gguf else self.folder
 
     @property
+    def origin(self) -> str:
+        """What a refusal of its config begins with: the key, and the file that holds it."""
+        if self.folder == tiny.FOLDER:
+            return f"model={self.identity}"
+        return f"model.path={self.place if self.is_gguf else self.folder / CONFIG_FILE}"
+
+    @property
     def is_gguf(self) -> bool:
         """Whether it is a GGUF file."""
         return self.place.suffix.lower() == ".gguf" and self.place.is_file()
@@ -172,7 +179,7 @@ class _Found:
 def _describe(model: ModelConfig) -> tuple[_Found, Structure]:
     """Find a model and build its structure."""
     found = _find(model)
-    return found, read_structure(found.config, identity=found.identity)
+    return found, read_structure(found.config, where=found.origin)
 
 
 def _find(model: ModelConfig) -> _Found:

@@ -57,18 +57,28 @@ class Structure:
         return self.config is not self.whole
 
 
-def read_structure(whole: Any, *, identity: str) -> Structure:
+def read_structure(whole: Any, *, where: str) -> Structure:
     """Build the language model of a config, without memory.
+
+    Args:
+        where: what every refusal begins with: the key, and the file that holds the config.
 
     Raises:
         ValueError: it cannot be built, or its architecture is not supported.
     """
+    try:
+        return _read_structure(whole)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _read_structure(whole: Any) -> Structure:
     config = language_config(whole)
-    where = f"model.path={identity} (model_type={config.model_type})"
-    with refused(lambda reason: f"{where}: transformers cannot build it from its config ({reason}); choose another"):
+    kind = f"model_type={config.model_type}"
+    with refused(lambda reason: f"{kind}: transformers cannot build it from its config ({reason}); choose another"):
         model = build_network(config, dtype=torch.float32)
     with refused(
-        lambda reason: f"{where}: is not built as any supported ({reason}); choose another", passing=(ValueError,)
+        lambda reason: f"{kind}: is not built as any supported ({reason}); choose another", passing=(ValueError,)
     ):
         find_spec(model)
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -35,7 +35,7 @@ def odd_checkpoint() -> Checkpoint:
         tie_word_embeddings=True,
         max_position_embeddings=64,
     )
-    structure = read_structure(config, identity="odd")
+    structure = read_structure(config, where="odd")
     names = {structure.head: structure.embedding}
     return Checkpoint("odd", structure.config, RandomWeights(structure.shapes, 0), str(Path()), aliases=dict(names))
 

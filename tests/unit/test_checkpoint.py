@@ -265,7 +265,7 @@ def test_a_folder_called_config_is_none(saved: Saved) -> None:
 def test_an_unsupported_architecture_is_named_in_one_line(saved: Saved, model_type: str, message: str) -> None:
     folder = saved()
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with pytest.raises(ValueError, match=f"^model_type={model_type}: .*{message}") as caught:
+    with pytest.raises(ValueError, match=rf"^model\.path={folder}/config\.json: model_type={model_type}: .*{message}") as caught:
         opened(folder)
     assert "\n" not in str(caught.value)
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_gguf import write_gguf
 from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
 
 from rotexp.config import ModelConfig, ModelSource, QuantConfig, RotationConfig
+from rotexp.models import hf_config
 from rotexp.models.load import open_structure
 from rotexp.rotation.survey import Survey, survey
 
@@ -74,6 +76,7 @@ def test_values_that_no_config_has_are_refused_by_the_file(changed: dict[str, An
     ("changed", "named"),
     [
         ({"rope_parameters": {"rope_type": "of tomorrow"}}, "KeyError: 'of tomorrow'"),
+        ({"hidden_act": "zz"}, "model_type=llama: transformers cannot build it from its config (KeyError: 'zz')"),
         ({"hidden_size": -48}, "hidden_size=-48 must be at least 1; correct its config"),
         ({"hidden_size": 0}, "hidden_size=0 must be at least 1"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be at least 1"),
@@ -102,7 +105,9 @@ def test_a_config_of_which_no_model_can_be_built_is_one_line(
     changed: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     write(tmp_path, **changed)
-    assert named in refusal(tmp_path)
+    message = refusal(tmp_path)
+    assert message.startswith(f"model.path={tmp_path}/config.json: ")
+    assert named in message
 
 
 @pytest.mark.parametrize(
@@ -120,6 +125,21 @@ def test_whatever_transformers_raises_is_one_line(
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, fail)
             assert type(failure).__name__ in refusal(tmp_path)
+
+
+def test_the_file_that_is_named_is_the_one_that_holds_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GGUF file that file itself; where there is none, what the model is called."""
+    file = tmp_path / "model.gguf"
+    write_gguf(file, kv_heads=0)
+    assert refusal(file).startswith(f"model.path={file}: model_type=qwen2: transformers cannot build it from its config")
+    monkeypatch.setattr(hf_config, "SIZES", ("no size",))
+    monkeypatch.setattr(LlamaConfig, "to_dict", lambda self: {"no size": 0})
+    random = ModelConfig("random_llama", ModelSource.random, size="nano")
+    for model, name in ((random, "random_llama-nano"), (ModelConfig("tiny", ModelSource.tiny), "tiny")):
+        with pytest.raises(ValueError, match=f"^model={name}: model_type=llama: no size=0 must be at least 1"):
+            open_structure(model)
 
 
 @pytest.mark.slow

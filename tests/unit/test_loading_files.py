@@ -305,7 +305,8 @@ def test_the_tensors_of_other_parts_are_refused_in_a_text_model(model_folder: Ca
 def test_a_multimodal_model_whose_language_model_stands_not_alone_is_refused(tmp_path: Path) -> None:
     Qwen2VLConfig().save_pretrained(tmp_path)
     message = refusal(tmp_path)
-    assert message.startswith("model_type=qwen2_vl_text (the language model of qwen2_vl): transformers has no causal ")
+    kind = "model_type=qwen2_vl_text (the language model of qwen2_vl)"
+    assert message.startswith(f"model.path={tmp_path}/config.json: {kind}: transformers has no causal ")
 
 
 @pytest.mark.parametrize(
@@ -370,7 +371,7 @@ def test_a_quantized_checkpoint_is_refused(model_folder: Callable[..., Path], me
     (config["text_config"] if inside else config)["quantization_config"] = {"quant_method": method, "bits": 4}
     (folder / "config.json").write_text(json.dumps(config))
     message = refusal(folder)
-    assert message.startswith(f"model.path={folder}: its weights are stored quantized ({method}); ")
+    assert message.startswith(f"model.path={folder}/config.json: its weights are stored quantized ({method}); ")
     assert message.endswith("give the unquantized checkpoint")
 
 
@@ -588,5 +589,5 @@ def test_weights_of_an_unsupported_model_are_not_fetched(
     folder = model_folder("llama")
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     repository = hub(folder)
-    assert refusal("some/model").startswith("model_type=gpt2: ")
+    assert refusal("some/model").startswith(f"model.path={repository.snapshot}/config.json: model_type=gpt2: ")
     assert "model.safetensors" not in repository.fetched()
