@@ -61,6 +61,11 @@ def read_text(file: Path) -> str:
     return text
 
 
+def lost_target(path: Path) -> Path | None:
+    """Return what a link leads to that is not there (any more, as blobs of the hub's cache); None if all is well."""
+    return path.readlink() if path.is_symlink() and not path.exists() else None
+
+
 def _parsed(file: Path, parse: Callable[[str], Any], kind: type[Any]) -> Any:
     text = read_text(file)
     try:

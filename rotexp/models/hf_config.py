@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from rotexp.library_errors import refused
+from rotexp.reading import UnreadableError, lost_target, read_json
 
 CONFIG_FILE = "config.json"
 """What tells a Hugging Face model's structure."""
@@ -32,6 +32,8 @@ def read_config(folder: Path) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
     file = folder / CONFIG_FILE
+    if target := lost_target(file):
+        raise ValueError(f"model.path={file}: is a link to {target}, which is not there; {REMEDY}")
     if not file.is_file():
         raise ValueError(f"model.path={folder}: holds no config.json; name a Hugging Face checkpoint folder")
     described = _described(file)
@@ -89,32 +91,11 @@ def _require_equal_layers(config: Any) -> None:
         )
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """Read a JSON file that must hold an object, as every file that describes a model or its tokenizer does.
-
-    Raises:
-        ValueError: it cannot be read, or holds something else; the message is the reason alone.
-    """
-    try:
-        held = json.loads(file.read_bytes().decode("utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8, from byte {error.start} on") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error}" if error.doc.strip() else "is empty") from None
-    except RecursionError:
-        raise ValueError("is not JSON: nested too deep") from None
-    if not isinstance(held, dict):
-        raise ValueError(f"holds {json.dumps(held)[:20]} instead of a JSON object")
-    return held
-
-
 def _described(file: Path) -> dict[str, Any]:
     try:
-        described = read_object(file)
-    except ValueError as error:
-        raise ValueError(f"model.path={file}: {error}; {REMEDY}") from None
+        described: dict[str, Any] = read_json(file)
+    except UnreadableError as error:
+        raise ValueError(f"model.path={file}: cannot be read ({error.reason}); {REMEDY}") from None
     if not isinstance(described.get("model_type"), str):
         raise ValueError(f"model.path={file}: names no model_type; {REMEDY}")
     return described

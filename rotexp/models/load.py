@@ -17,10 +17,11 @@ from rotexp.models import tiny
 from rotexp.models.arch import ArchSpec, embedding_name, head_name, tie
 from rotexp.models.checkpoint import Checkpoint, RandomWeights, Source, Weights
 from rotexp.models.gguf import open_gguf, read_gguf_config, require_packages
-from rotexp.models.hf_config import CONFIG_FILE, read_config
+from rotexp.models.hf_config import CONFIG_FILE, REMEDY, read_config
 from rotexp.models.hub import fetch_description, fetch_weights
 from rotexp.models.structure import Structure, build_network, fit, read_structure
 from rotexp.models.weight_folder import file_weights, folder_weights, is_weights, require_model
+from rotexp.reading import lost_target
 
 
 def _shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
@@ -205,10 +206,8 @@ def _recorded(path: Path) -> Path:
 def _find_path(model: ModelConfig) -> _Found:
     assert model.path is not None
     path = Path(model.path)
-    if path.is_symlink() and not path.exists():
-        raise ValueError(
-            f"model.path={path}: is a link to {path.readlink()}, which is not there; fetch the model again"
-        )
+    if target := lost_target(path):
+        raise ValueError(f"model.path={path}: is a link to {target}, which is not there; {REMEDY}")
     if not path.exists():
         folder = fetch_description(model.path, revision=model.revision)
         require_model(folder)
@@ -228,7 +227,7 @@ def _find_path(model: ModelConfig) -> _Found:
 
 
 def _folder_of_config(file: Path) -> Path:
-    """Return the folder with the config of a file of weights: its own or, where that has none, that of what it links to.
+    """Return the folder with the config of a file of weights: its own or, if that has none, that of what it links to.
 
     A link to a link is followed one step at a time, since the last may lead to where files have digests for names.
     """

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from rotexp.folders import complete_folder
 from rotexp.models.checkpoint import Checkpoint
-from rotexp.models.hf_config import QUANTIZED_KEYS, read_object
+from rotexp.models.hf_config import QUANTIZED_KEYS
 from rotexp.models.tokenizer import tokenizer_files
 from rotexp.models.weight_folder import folder_weights
+from rotexp.reading import UnreadableError, read_json
 
 MANIFEST_FILE = "rotexp_manifest.json"
 CLIP_RATIOS_FILE = "clip_ratios.safetensors"
@@ -208,8 +209,9 @@ def companions(checkpoint: Checkpoint) -> dict[str, Path]:
     generation = folder / GENERATION_FILE
     if generation.exists():
         try:
-            read_object(generation)
-        except ValueError as error:
-            raise ValueError(f"model.path={generation}: {error}; correct it, or remove it") from None
+            read_json(generation)
+        except UnreadableError as error:
+            where = f"model.path={generation}"
+            raise ValueError(f"{where}: cannot be read ({error.reason}); correct it, or remove it") from None
         files.append(generation)
     return {str(file.relative_to(folder)): file for file in files}

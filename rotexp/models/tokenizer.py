@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from rotexp.library_errors import quiet_if_refused, refused
 from rotexp.models.checkpoint import Checkpoint
-from rotexp.models.hf_config import read_object
+from rotexp.reading import UnreadableError, read_json, read_text
 
 TOKENIZER_PATTERNS = (
     "tokenizer*",
@@ -89,7 +90,9 @@ def _fault(folder: Path, why: str) -> str:
             return f"{file}: {fault}; fetch the tokenizer's files again"
     code = code_of_its_own(folder)
     if code and "custom code" in why:
-        return f"{folder}: its tokenizer is code ({code}), which is never run; give a folder with a tokenizer.json"
+        own = "remove auto_map from its tokenizer_config.json to use the tokenizer.json there"
+        remedy = own if (folder / "tokenizer.json").is_file() else "give a folder with a tokenizer.json"
+        return f"{folder}: its tokenizer is code ({code}), which is never run; {remedy}"
     names = ", ".join(file.name for file in files if file.suffix != ".jinja")  # templates are mere text to transformers
     fault = f"transformers {__version__} cannot make a tokenizer of {names} ({why})"
     return f"{folder}: {fault}; fetch the tokenizer's files again, or use another transformers"
@@ -98,26 +101,20 @@ def _fault(folder: Path, why: str) -> str:
 def _broken(file: Path) -> str:
     """Return what is wrong with a file by itself; empty if nothing that can be told."""
     if file.name == "tokenizer.json":
-        return _fault_of_object(file) or _too_new(file)
+        return _fault_of(read_json, file) or _too_new(file)
     if file.suffix == ".json":
-        return _fault_of_object(file)
+        return _fault_of(read_json, file)
+    return _fault_of(read_text if file.suffix in TEXT else Path.read_bytes, file)
+
+
+def _fault_of(read: Callable[[Path], str | bytes | dict[str, Any]], file: Path) -> str:
     try:
-        content = file.read_bytes()
-        if file.suffix in TEXT:
-            content.decode("utf-8")
+        content = read(file)
+    except UnreadableError as error:
+        return f"cannot be read ({error.reason})"
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    except UnicodeDecodeError as error:
-        return f"is not UTF-8, from byte {error.start} on"
-    return "" if content else "is empty"
-
-
-def _fault_of_object(file: Path) -> str:
-    try:
-        read_object(file)
-    except ValueError as error:
-        return str(error)
-    return ""
+        return f"cannot be read ({error.strerror})"
+    return "cannot be read (it is empty)" if content == b"" else ""
 
 
 def _too_new(file: Path) -> str:
@@ -135,8 +132,8 @@ def _too_new(file: Path) -> str:
 def code_of_its_own(folder: Path) -> str:
     """Return the class in the code that lies beside a tokenizer and that its configuration names; empty if none."""
     try:
-        named = read_object(folder / "tokenizer_config.json").get("auto_map", {})
-    except ValueError:
+        named = read_json(folder / "tokenizer_config.json").get("auto_map", {})
+    except UnreadableError:
         return ""
     classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
     return ", ".join(str(name) for name in classes if name) if isinstance(classes, list) else str(classes or "")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path, PurePosixPath
 
+from rotexp.models.hf_config import REMEDY
 from rotexp.models.names import few
 from rotexp.models.weight_files import FileWeights, PickledWeights, SafetensorsWeights, why_unreadable
+from rotexp.reading import UnreadableError, lost_target, read_json
 
 FILES: dict[str, type[FileWeights]] = {".safetensors": SafetensorsWeights, ".bin": PickledWeights}
 """What reads files of weights that have their config beside them, by suffix."""
@@ -70,7 +71,11 @@ def folder_weights(folder: Path, *, named: str | None = None) -> FileWeights:
         return file_weights(folder / named)
     if found := next((folder / name for name in USUAL if (folder / name).is_file()), None):
         return file_weights(found)
-    others = sorted(file.name for file in folder.iterdir() if is_weights(file) or file.suffix.lower() == ".gguf")
+    for name in USUAL:
+        if target := lost_target(folder / name):
+            raise ValueError(f"model.path={folder / name}: is a link to {target}, which is not there; {REMEDY}")
+    weights = (file for file in folder.iterdir() if is_weights(file) or file.suffix.lower() == ".gguf")
+    others = sorted(file.name for file in weights if file.is_file())
     instead = f" under a usual name, only {few(others)}; name one of its files, or" if others else ";"
     allowed = "model.safetensors or pytorch_model.bin (or the index of either)"
     raise ValueError(
@@ -104,16 +109,22 @@ def _assigned(index: Path) -> dict[str, str]:
         ValueError: it cannot be read, or names files elsewhere.
     """
     try:
-        named = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
-        outside = [str(file) for file in named.values() if not _is_inside(file)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = why_unreadable(index, expected="json") or f"{type(error).__name__}: {error}"
-        raise ValueError(f"model.path={index}: names no files of weights ({reason}); fetch the model again") from None
+        named = read_json(index).get("weight_map")
+    except UnreadableError as error:
+        reason = why_unreadable(index, expected="json") or error.reason
+        raise _names_none(index, reason) from None
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        raise _names_none(index, "it holds no weight_map, from tensors to files")
+    outside = [file for file in named.values() if not _is_inside(file)]
     if outside:
         raise ValueError(f"model.path={index}: must name files in its folder, not {few(outside)}; fetch it again")
     if not named:
-        raise ValueError(f"model.path={index}: names no files of weights (its weight_map is empty); fetch it again")
-    return {str(name): file for name, file in named.items()}
+        raise _names_none(index, "its weight_map is empty")
+    return named
+
+
+def _names_none(index: Path, reason: str) -> ValueError:
+    return ValueError(f"model.path={index}: names no files of weights ({reason}); {REMEDY}")
 
 
 def _is_inside(file: str) -> bool:

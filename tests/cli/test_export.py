@@ -391,7 +391,7 @@ def test_what_belongs_to_the_source_and_was_damaged_since_is_refused_by_its_file
         line = refusal(f"run={done.folder}", "export.path=new")
     finally:
         file.write_bytes(whole)
-    assert line.startswith(f"model.path={file}: is not JSON: ")
+    assert line.startswith(f"model.path={file}: cannot be read (")
 
 
 def test_r_bin_of_no_rotations_is_refused(done: Run, broken: Path, refusal: Refusal) -> None:

@@ -109,7 +109,10 @@ def test_fused_linears_layer_norms_and_experts(described: Path) -> None:
         (["rotaton=learned"], "nearest: rotation"),
         (["model=hf", "model.path=gpt2"], "model_type=gpt2: this architecture is not supported"),
         (["model=hf", "model.path=bert"], "model_type=bert: this architecture is not supported"),
-        (["model=hf", "model.path=reformer"], "reformer/config.json: model_type=reformer: transformers cannot build it"),
+        (
+            ["model=hf", "model.path=reformer"],
+            "reformer/config.json: model_type=reformer: transformers cannot build",
+        ),
         (
             ["model=hf", "model.path=gemma4_unified_text"],
             "its layers differ in head_dim, which is not supported; choose",

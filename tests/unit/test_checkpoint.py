@@ -210,16 +210,16 @@ def test_a_missing_config_is_refused(saved: Saved) -> None:
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (b"{", "is not JSON: Expecting property name"),
-        (b"", "is empty"),
-        (b" \n", "is empty"),
-        (b"[]", r"holds \[\] instead of a JSON object"),
-        (b"null", "holds null instead of a JSON object"),
-        (b'"llama"', 'holds "llama" instead of a JSON object'),
-        (b"\0" * 64, "is not JSON: Expecting value: line 1 column 1"),
-        ('{"model_type": "llama"}'.encode("utf-16"), "is not UTF-8, from byte 0 on"),
-        (b'\xef\xbb\xbf{"model_type": "llama"}', "is not JSON: Unexpected UTF-8 BOM"),
-        (b"[" * 100_000, "is not JSON: nested too deep"),
+        (b"{", r"cannot be read \(Expecting property name"),
+        (b"", r"cannot be read \(it is empty\)"),
+        (b" \n", r"cannot be read \(it is empty\)"),
+        (b"[]", r"cannot be read \(it holds no mapping\)"),
+        (b"null", r"cannot be read \(it holds no mapping\)"),
+        (b'"llama"', r"cannot be read \(it holds no mapping\)"),
+        (b"\0" * 64, r"cannot be read \(it holds NUL bytes, as a crash leaves them\)"),
+        ('{"model_type": "llama"}'.encode("utf-16"), r"cannot be read \(byte 0 is no UTF-8\)"),
+        (b'\xef\xbb\xbf{"model_type": "llama"}', r"cannot be read \(Unexpected UTF-8 BOM"),
+        (b"[" * 100_000, r"cannot be read \(it is nested too deeply\)"),
         (b"{}", "names no model_type"),
         (b'{"model_type": null}', "names no model_type"),
         (b'{"model_type": ["llama"]}', "names no model_type"),
@@ -241,7 +241,7 @@ def test_a_config_that_may_not_be_read_is_refused_by_its_name(saved: Saved) -> N
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to(unreadable)
     with pytest.raises(
-        ValueError, match=rf"^model\.path={folder}/config\.json: cannot be read: Input/output error; fet"
+        ValueError, match=rf"^model\.path={folder}/config\.json: cannot be read \(Input/output error\); fet"
     ):
         opened(folder)
 
@@ -265,7 +265,9 @@ def test_a_folder_called_config_is_none(saved: Saved) -> None:
 def test_an_unsupported_architecture_is_named_in_one_line(saved: Saved, model_type: str, message: str) -> None:
     folder = saved()
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with pytest.raises(ValueError, match=rf"^model\.path={folder}/config\.json: model_type={model_type}: .*{message}") as caught:
+    with pytest.raises(
+        ValueError, match=rf"^model\.path={folder}/config\.json: model_type={model_type}: .*{message}"
+    ) as caught:
         opened(folder)
     assert "\n" not in str(caught.value)
 

@@ -133,7 +133,9 @@ def test_the_file_that_is_named_is_the_one_that_holds_the_config(
     """Of a GGUF file that file itself; where there is none, what the model is called."""
     file = tmp_path / "model.gguf"
     write_gguf(file, kv_heads=0)
-    assert refusal(file).startswith(f"model.path={file}: model_type=qwen2: transformers cannot build it from its config")
+    assert refusal(file).startswith(
+        f"model.path={file}: model_type=qwen2: transformers cannot build it from its config"
+    )
     monkeypatch.setattr(hf_config, "SIZES", ("no size",))
     monkeypatch.setattr(LlamaConfig, "to_dict", lambda self: {"no size": 0})
     random = ModelConfig("random_llama", ModelSource.random, size="nano")

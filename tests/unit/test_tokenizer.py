@@ -194,6 +194,21 @@ def test_code_beside_a_tokenizer_is_named_and_not_copied(tmp_path: Path) -> None
             load_tokenizer(opened(tmp_path))
 
 
+def test_a_fast_tokenizer_beside_code_is_read_once_nothing_asks_for_the_code(tmp_path: Path) -> None:
+    make_templates(tmp_path)
+    described = json.loads((tmp_path / DESCRIBED).read_text(encoding="utf-8")) | {"tokenizer_class": "Own"}
+    code = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    write(tmp_path, {DESCRIBED: described | code, "tokenization_own.py": "raise SystemExit"})
+    with pytest.raises(ValueError, match=r"^model\.path=") as caught:
+        load_tokenizer(opened(tmp_path))
+    assert str(caught.value) == (
+        f"model.path={tmp_path}: its tokenizer is code (tokenization_own.Own), which is never run; remove auto_map "
+        f"from its tokenizer_config.json to use the tokenizer.json there"
+    )
+    write(tmp_path, {DESCRIBED: described})
+    assert load_tokenizer(opened(tmp_path))(TEXT) == load_tokenizer(opened(tiny.FOLDER))(TEXT)
+
+
 def changed(**values: object) -> str:
     """Return the shipped `tokenizer.json` with other values."""
     return json.dumps(json.loads((tiny.FOLDER / "tokenizer.json").read_text(encoding="utf-8")) | values)
@@ -211,20 +226,20 @@ FAST, DESCRIBED = "tokenizer.json", "tokenizer_config.json"
         (FAST, changed(model={"type": "BPE", "vocab": {"a": -1}, "merges": []}), "cannot read it ("),
         (FAST, changed(model={"type": "BPE", "vocab": {"a": 0}, "merges": [["b", "c"]]}), "cannot read it ("),
         (FAST, changed(model=None), "cannot read it ("),
-        (FAST, "[]", "holds [] instead of a JSON object"),
-        (FAST, "null", "holds null instead of a JSON object"),
-        (FAST, "", "is empty"),
-        (FAST, changed()[:5000], "is not JSON: "),
-        (FAST, "\0" * 99, "is not JSON: "),
-        (FAST, "[" * 100_000, "is not JSON: nested too deep"),
-        (FAST, changed().encode("utf-16"), "is not UTF-8, from byte 0 on"),
-        (DESCRIBED, "[]", "holds [] instead of a JSON object"),
-        (DESCRIBED, '"x"', 'holds "x" instead of a JSON object'),
-        (DESCRIBED, "", "is empty"),
-        (DESCRIBED, b"\xff\xfe", "is not UTF-8, from byte 0 on"),
-        ("special_tokens_map.json", "null", "holds null instead of a JSON object"),
-        ("added_tokens.json", "[1]", "holds [1] instead of a JSON object"),
-        ("chat_template.jinja", b"\xff", "is not UTF-8, from byte 0 on"),
+        (FAST, "[]", "cannot be read (it holds no mapping)"),
+        (FAST, "null", "cannot be read (it holds no mapping)"),
+        (FAST, "", "cannot be read (it is empty)"),
+        (FAST, changed()[:5000], "cannot be read (Expecting property name enclosed in"),
+        (FAST, "\0" * 99, "cannot be read (it holds NUL bytes, as a crash leaves them)"),
+        (FAST, "[" * 100_000, "cannot be read (it is nested too deeply)"),
+        (FAST, changed().encode("utf-16"), "cannot be read (byte 0 is no UTF-8)"),
+        (DESCRIBED, "[]", "cannot be read (it holds no mapping)"),
+        (DESCRIBED, '"x"', "cannot be read (it holds no mapping)"),
+        (DESCRIBED, "", "cannot be read (it is empty)"),
+        (DESCRIBED, b"\xff\xfe", "cannot be read (byte 0 is no UTF-8)"),
+        ("special_tokens_map.json", "null", "cannot be read (it holds no mapping)"),
+        ("added_tokens.json", "[1]", "cannot be read (it holds no mapping)"),
+        ("chat_template.jinja", b"\xff", "cannot be read (byte 0 is no UTF-8)"),
     ],
 )
 def test_the_file_that_is_damaged_or_too_new_is_named(
@@ -272,11 +287,13 @@ def test_a_folder_or_a_broken_link_in_a_files_place_is_named(tmp_path: Path) -> 
     file = tmp_path / FAST
     file.unlink()
     file.mkdir()
-    with pytest.raises(ValueError, match=f"^model.path={file}: cannot be read: Is a directory; fetch the tokenizer's"):
+    with pytest.raises(
+        ValueError, match=rf"^model.path={file}: cannot be read \(Is a directory\); fetch the tokenizer's"
+    ):
         load_tokenizer(opened(tmp_path))
     file.rmdir()
     file.symlink_to("nowhere")
-    with pytest.raises(ValueError, match=f"^model.path={file}: cannot be read: No such file or directory; fetch the"):
+    with pytest.raises(ValueError, match=rf"^model.path={file}: cannot be read \(No such file or directory\); f"):
         load_tokenizer(opened(tmp_path))
 
 

@@ -13,7 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_gguf import write_gguf
-from test_loading_files import SHAPE, asked, assert_equals_transformers, opened, randomize, reference_of, refusal
+from test_loading_files import (
+    CONFIGS,
+    SHAPE,
+    asked,
+    assert_equals_transformers,
+    opened,
+    randomize,
+    reference_of,
+    refusal,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -141,13 +150,24 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "null", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', "[" * 9999]
+    ("content", "why"),
+    [
+        ("", "it is empty"),
+        ("{", "Expecting property name "),
+        ("[]", "it holds no mapping"),
+        ("null", "it holds no mapping"),
+        ("\0" * 64, "it holds NUL bytes, as a crash leaves them"),
+        ("{}", "it holds no weight_map, from tensors to files"),
+        ('{"weight_map": {}}', "its weight_map is empty"),
+        ('{"weight_map": {"a": 1}}', "it holds no weight_map, from tensors to files"),
+        ("[" * 99_999, "it is nested too deeply"),
+    ],
 )
-def test_an_index_that_cannot_be_read_is_named(folder: Path, content: str) -> None:
+def test_an_index_that_cannot_be_read_is_named(folder: Path, content: str, why: str) -> None:
     for index in (PICKLED_INDEX, INDEX):
         (folder / index).write_text(content)
         message = refusal(folder)
-        assert message.startswith(f"model.path={folder}/{index}: names no files of weights (")
+        assert message.startswith(f"model.path={folder}/{index}: names no files of weights ({why}")
         assert len(message) < 400
 
 
@@ -240,7 +260,8 @@ def test_a_link_from_elsewhere_has_the_config_and_tokenizer_of_what_it_leads_to(
     checkpoint = opened(typed)
     assert (checkpoint.identity, checkpoint.tokenizer) == (str(typed), str(folder))
     assert_equals_transformers(checkpoint, reference_of(folder))
-    LlamaConfig(**SHAPE | {"num_hidden_layers": 3}).save_pretrained(typed.parent)
+    deeper: Any = CONFIGS["llama"].to_dict() | {"num_hidden_layers": 3}
+    LlamaConfig(**deeper).save_pretrained(typed.parent)
     nearest = "missing: model.layers.2." if form == SINGLE else "shard-0.safetensors, shard-1.safetensors, "
     assert nearest in refusal(typed)  # the config beside the typed name comes first
     for file in (typed.parent, folder):
@@ -253,7 +274,27 @@ def test_a_link_to_nothing_is_said(folder: Path) -> None:
     assert refusal(folder / SINGLE) == (
         f"model.path={folder}/{SINGLE}: is a link to ../blobs/gone, which is not there; fetch the model again"
     )
-    assert ": holds no weights" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_folder_whose_weights_are_a_link_to_nothing_names_it_and_what_it_leads_to(folder: Path, name: str) -> None:
+    """As a hub's cache is after its blobs were removed."""
+    (folder / name).symlink_to("../blobs/gone")
+    assert refusal(folder) == (
+        f"model.path={folder}/{name}: is a link to ../blobs/gone, which is not there; fetch the model again"
+    )
+
+
+def test_a_config_that_is_a_link_to_nothing_is_named(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("../blobs/gone")
+    assert refusal(folder).startswith(f"model.path={folder}/config.json: is a link to ../blobs/gone, which is not ther")
+
+
+def test_folders_and_broken_links_are_not_offered_as_files_of_weights(folder: Path) -> None:
+    (folder / SINGLE).mkdir()
+    (folder / "other.safetensors").symlink_to("gone")
+    assert ": holds no weights; a folder with config.json and " in refusal(folder)
 
 
 def test_a_file_without_a_suffix_is_refused(folder: Path, source: dict[str, Tensor]) -> None:
