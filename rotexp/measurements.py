@@ -119,7 +119,7 @@ class Measurements:
                 self._inputs.checkpoint,
                 self._config,
                 device=self._device,
-                world_size=self._communication.world_size,
+                communication=self._communication,
                 ranks_per_node=self._ranks_per_node,
             )
             guard = installed()

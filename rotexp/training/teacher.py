@@ -15,7 +15,8 @@ from rotexp.models.materialize import materialize
 from rotexp.rotation.bank import RotationBank
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.model import RotatedModel
-from rotexp.sharding.strategies import shard
+from rotexp.sharding.communication import Communication
+from rotexp.sharding.strategies import precision_policy, shard
 from rotexp.sync.guard import install
 from rotexp.training.objectives import Teacher
 
@@ -23,22 +24,38 @@ NO_BACKWARD = {Strategy.zero2: Strategy.full, Strategy.hybrid_zero2: Strategy.hy
 
 
 def load_teacher(
-    checkpoint: Checkpoint, config: Config, *, device: torch.device, world_size: int, ranks_per_node: int | None
+    checkpoint: Checkpoint,
+    config: Config,
+    *,
+    device: torch.device,
+    communication: Communication,
+    ranks_per_node: int | None,
 ) -> Teacher:
-    """Read the checkpoint once more, sharded and guarded like the student, without rotations and quantizers."""
+    """Read the checkpoint once more, sharded and guarded like the student, without rotations and quantizers.
+
+    Raises:
+        ValueError: its weights cannot be read (any more), on all ranks alike if so on one.
+    """
+    sharding = frozen_sharding(config.sharding)
     network = build_model(checkpoint, dtype=getattr(torch, config.model.dtype.name))
     model = RotatedModel(network, find_spec(network), RotationBank(), Mode())
     shard(
         network,
-        frozen_sharding(config.sharding),
+        sharding,
         units=model.units,
         ignored=set(),
         device_type=device.type,
-        world_size=world_size,
+        world_size=communication.world_size,
         ranks_per_node=ranks_per_node,
     )
     install(network, config.sync_mode, name=teacher_name(checkpoint))
-    materialize(network, checkpoint, device=device)
+    materialize(
+        network,
+        checkpoint,
+        device=device,
+        compute_dtype=precision_policy(sharding).param_dtype,
+        communication=communication,
+    )
     checkpoint.weights.release()
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from rotexp.config import (
     RotationConfig,
     ShardingConfig,
     Strategy,
+    SyncConfig,
 )
 from rotexp.metrics.memory import peak_rss_bytes, reset_peaks
 from rotexp.models.arch import find_spec
@@ -24,6 +26,7 @@ from rotexp.rotation.placement import place
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.shards import whole
 from rotexp.sharding.strategies import precision_policy, shard
+from rotexp.training.teacher import load_teacher
 
 
 def load(folder: str) -> dict[str, Any]:
@@ -74,6 +77,30 @@ def refuse(folder: str, strategy: str, precision: str, dtype: str) -> dict[str, 
             device=torch.device("cpu"),
             compute_dtype=precision_policy(config).param_dtype,
             communication=communication,
+        )
+    except ValueError as error:
+        said = str(error)
+    return {"said": said, "ranks": int(communication.reduce_(torch.tensor(1)))}
+
+
+def refuse_teacher(folder: str, strategy: str, precision: str) -> dict[str, Any]:
+    """Load a teacher whose checkpoint cannot be; return as `refuse`."""
+    dist.init_process_group("gloo")
+    communication = Communication(rank=dist.get_rank(), world_size=dist.get_world_size())
+    model = ModelConfig(name="hf", source=ModelSource.hf, path=folder)
+    config: Any = SimpleNamespace(
+        model=model,
+        sharding=ShardingConfig(Strategy[strategy], precision=Precision[precision]),
+        sync_mode=SyncConfig(),
+    )
+    said = ""
+    try:
+        load_teacher(
+            open_checkpoint(model, seed=0),
+            config,
+            device=torch.device("cpu"),
+            communication=communication,
+            ranks_per_node=None,
         )
     except ValueError as error:
         said = str(error)

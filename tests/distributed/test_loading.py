@@ -44,6 +44,22 @@ def test_peak_memory_stays_under_the_shard_and_one_tensor(tmp_path: Path) -> Non
 EMBEDDING, GATE = "model.embed_tokens.weight", "model.layers.1.mlp.gate_proj.weight"
 
 
+def save_spoiled(folder: Path, name: str, row: int, value: float) -> None:
+    """Save a small model, one number of which is another."""
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=61,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][row].view(-1)[3 % tensors[name][row].numel()] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("world_size", "strategy", "dtype", "precision", "spoiled", "said"),
     [
@@ -66,19 +82,8 @@ def test_what_one_rank_cannot_take_every_rank_refuses_alike(
     said: str | None,
 ) -> None:
     """The rows of one rank alone are spoiled; no rank is left in a collective that the others never enter."""
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=61,
-        tie_word_embeddings=False,
-    )
-    folder, (name, row, value) = tmp_path / "model", spoiled
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors[name][row].view(-1)[3 % tensors[name][row].numel()] = value
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    folder, (name, _row, _value) = tmp_path / "model", spoiled
+    save_spoiled(folder, *spoiled)
     ranks = run_world(on_ranks.refuse, str(folder), strategy, precision, dtype, world_size=world_size, folder=tmp_path)
     assert [rank["ranks"] for rank in ranks] == [world_size] * world_size
     (message,) = {rank["said"] for rank in ranks}
@@ -87,3 +92,18 @@ def test_what_one_rank_cannot_take_every_rank_refuses_alike(
     else:
         assert message.startswith(f"model.path={folder}: {name} in model.safetensors")
         assert said in message
+
+
+@pytest.mark.parametrize(
+    ("precision", "value", "said"),
+    [("none", torch.inf, "holds inf (row 1); "), ("fp16", 1e5, "overflows sharding.param_dtype=float16")],
+)
+def test_ranks_refuse_a_sharded_teacher_alike(tmp_path: Path, precision: str, value: float, said: str) -> None:
+    """Its first rows lie on the first rank alone."""
+    save_spoiled(tmp_path / "model", GATE, 1, value)
+    ranks = run_world(
+        on_ranks.refuse_teacher, str(tmp_path / "model"), "zero2", precision, world_size=2, folder=tmp_path
+    )
+    assert [rank["ranks"] for rank in ranks] == [2, 2]
+    (message,) = {rank["said"] for rank in ranks}
+    assert said in message
