@@ -27,8 +27,8 @@ from rotexp.config import (
 )
 from rotexp.finished_run import FinishedRun, read_finished_run
 from rotexp.folders import write_atomically
-from rotexp.launch.ending import is_out_of_memory
 from rotexp.launch.outer import is_first
+from rotexp.library_errors import is_out_of_memory
 from rotexp.signals import Interrupted, interruptible
 from rotexp.validation import KEYS_OF_SOURCE
 from rotexp.wrong_request import Vocabulary

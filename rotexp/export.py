@@ -16,8 +16,8 @@ from rotexp.compose import config_digest, to_plain
 from rotexp.config import ExportConfig, ExportDtype, ExportFormat, ExportOptions, require
 from rotexp.finished_run import FinishedRun, read_finished_run
 from rotexp.folders import check_free, complete_folder
-from rotexp.launch.ending import is_out_of_memory
 from rotexp.launch.outer import is_first
+from rotexp.library_errors import is_out_of_memory
 from rotexp.signals import Interrupted, interruptible
 from rotexp.wrong_request import Vocabulary
 

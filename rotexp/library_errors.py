@@ -22,7 +22,8 @@ def refused(describe: Callable[[str], str], *, passing: tuple[type[Exception], .
     """Refuse what a library cannot make sense of, whatever it raises.
 
     The tokenizers library raises a bare `Exception`, a panic of its Rust derives from `BaseException` alone, configs
-    end in assertions and attribute errors. Signals and a lack of memory are nobody's wrong file and pass.
+    end in assertions and attribute errors. Signals and a lack of memory, torch's `RuntimeError` too, are
+    nobody's wrong file and pass.
 
     Args:
         describe: makes the whole line of the library's reason.
@@ -34,7 +35,9 @@ def refused(describe: Callable[[str], str], *, passing: tuple[type[Exception], .
     try:
         yield
     except BaseException as error:
-        if not (isinstance(error, Exception) or is_panic(error)) or isinstance(error, (MemoryError, *passing)):
+        if not (isinstance(error, Exception) or is_panic(error)) or isinstance(error, passing):
+            raise
+        if is_out_of_memory(error):
             raise
         raise ValueError(describe(reason(error))) from None
 
@@ -63,6 +66,12 @@ def quiet_if_refused() -> Iterator[None]:
             held.seek(0)
             if not is_refused:
                 os.write(STDERR, held.read())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a failure, or what caused it, was a lack of memory."""
+    texts = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError")
+    return any(text in f"{type(error).__name__}: {error}" for text in texts)
 
 
 def is_panic(error: BaseException) -> bool:

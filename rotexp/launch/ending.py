@@ -13,6 +13,7 @@ from rotexp.compose import resolved_yaml
 from rotexp.config import Config
 from rotexp.folders import write_atomically
 from rotexp.launch.outer import is_first
+from rotexp.library_errors import is_out_of_memory
 from rotexp.signals import Interrupted, StopRequest
 from rotexp.tracking.files import CONFIG_FILE, readable_summary, write_summary
 
@@ -62,12 +63,6 @@ def record_end(folder: Path, status: str, message: str) -> None:
             write_summary(folder, {**summary, "status": status, "error": message})
     except OSError as disk:
         sys.stderr.write(f"rotexp: hydra.run.dir={folder}: cannot be written ({disk}); free space or choose another\n")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a failure, or what caused it, was a lack of memory."""
-    texts = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError")
-    return any(text in f"{type(error).__name__}: {error}" for text in texts)
 
 
 def out_of_time(came: Sequence[int], config: Config, folder: Path | None) -> Interrupted:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from rotexp.library_errors import refused
 from rotexp.models.arch import find_spec, untie
 from rotexp.models.checkpoint import Checkpoint, Shape, Source, Weights
 from rotexp.models.gguf import GGUFWeights
 from rotexp.models.hf_config import language_config
-from rotexp.models.names import check_names, find_sources, language_tensors, plain_names, stored_shapes
+from rotexp.models.names import check_names, few, find_sources, language_tensors, plain_names, stored_shapes
 from rotexp.models.weight_files import FileWeights
 
 COMPUTED_TENSORS = r"rotary_emb\.inv_freq$"
@@ -154,15 +155,35 @@ def _own_dtype(structure: Structure, checkpoint: Checkpoint) -> torch.dtype:
     return checkpoint.read(structure.embedding, slice(0, 1)).dtype
 
 
+class _Unfilled(TorchFunctionMode):
+    """Puts what is made without values (`torch.empty`) on the meta device from the beginning.
+
+    accelerate moves parameters there once they are made, each with its memory until then: gigabytes for a stack of
+    experts. Buffers are computed from values, which stay real.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if function is torch.empty and options.get("device") is None:
+            options["device"] = "meta"
+        return function(*args, **options)
+
+
 def build_network(config: Any, *, dtype: torch.dtype) -> Any:
-    """Build the causal model of a Hugging Face config on the meta device, buffers real, embedding and head untied."""
+    """Build the causal model of a Hugging Face config on the meta device, buffers real, embedding and head untied.
+
+    Raises:
+        ValueError: it has a buffer of which nothing says what it holds.
+    """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), _Unfilled():
         auto: Any = AutoModelForCausalLM
         # A copy, since the model's config is changed below and by placement, and a config is built from more than once.
         model = auto.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+    if unfilled := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        raise ValueError(f"buffers are made without values: {few(unfilled)}")
     if model.get_output_embeddings() is not None:
         untie(model)
     return model.eval().requires_grad_(False)
