@@ -114,6 +114,7 @@ def open_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(checkpoint)
     model: Any = build_model(checkpoint, dtype=torch.float32)
     rows = len(model.get_input_embeddings().weight)
+    _check_placement(config, checkpoint, model)  # before the texts, which take minutes to tokenize where they are long
     calibration = cut(
         corpus.calibration,
         tokenizer,
@@ -129,7 +130,6 @@ def open_inputs(config: Config) -> Inputs:
         key=f"data.evaluation ({config.data.name})",
         max_blocks=config.evaluation.max_windows,
     )
-    _check_placement(config, checkpoint, model)
     BlockSampler(len(calibration), global_batch_size=config.data.global_batch_size, steps=0, seed=0)
     repeated = repetition(beginning(corpus.evaluation, tokenizer, tokens=evaluation.size), corpus.calibration)
     protocol = _protocol(config, corpus, evaluation) | {"share_in_calibration": repeated.share}

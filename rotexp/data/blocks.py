@@ -35,12 +35,14 @@ def cut(text: str, tokenizer: Any, *, length: int, rows: int, key: str, max_bloc
     Args:
         tokenizer: a Hugging Face tokenizer.
         length: tokens a block.
-        rows: of the model's embedding; every token must have one, also one that is dropped.
+        rows: of the model's embedding; every token that is made must have one, also one that is dropped.
         key: the config key that named the text, for the error.
-        max_blocks: the first blocks alone, and no more of the text tokenized than these take (None: all).
+        max_blocks: the first blocks alone, and no more pieces tokenized (and their tokens checked) than these take, so
+            of a text in one piece all of it (None: every block, and so every piece).
 
     Raises:
-        ValueError: the text is shorter than one block, cannot be tokenized, or has a token without a row.
+        ValueError: the text is shorter than one block, cannot be tokenized, or has a token without a row, as far as it
+            is tokenized.
     """
     token_ids = _tokenize(text, tokenizer, key=key, enough=None if max_blocks is None else max_blocks * length)
     outside = np.flatnonzero((token_ids < 0) | (token_ids >= rows))
@@ -68,13 +70,10 @@ def _tokenize(text: str, tokenizer: Any, *, key: str, enough: int | None) -> NDA
         ValueError: the tokenizer fails, or makes no token of a text that is not blank.
     """
     found: list[NDArray[np.int64]] = []
-    line = f"{key}: the tokenizer cannot read the text"
-    with refused(lambda reason: f"{line} ({reason}); use the model's own tokenizer"), quiet_if_refused():
-        for piece in pieces(text):
-            ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-            found.append(np.asarray([NO_ID if token_id is None else token_id for token_id in ids], dtype=np.int64))
-            if enough is not None and sum(map(len, found)) >= enough:
-                break
+    for piece in pieces(text):
+        found.append(_tokenize_piece(piece, tokenizer, key=key))
+        if enough is not None and sum(map(len, found)) >= enough:
+            break
     token_ids = np.concatenate(found)
     if not len(token_ids) and text.strip():
         raise ValueError(
@@ -82,6 +81,14 @@ def _tokenize(text: str, tokenizer: Any, *, key: str, enough: int | None) -> NDA
             f"another language; use the model's own tokenizer"
         )
     return token_ids
+
+
+def _tokenize_piece(piece: str, tokenizer: Any, *, key: str) -> NDArray[np.int64]:
+    """Return the token ids (tokens,) of one piece; what is written meanwhile is held back for no longer than it."""
+    line = f"{key}: the tokenizer cannot read the text"
+    with refused(lambda reason: f"{line} ({reason}); use the model's own tokenizer"), quiet_if_refused():
+        ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.asarray([NO_ID if token_id is None else token_id for token_id in ids], dtype=np.int64)
 
 
 def beginning(text: str, tokenizer: Any, *, tokens: int) -> str:

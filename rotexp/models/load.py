@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -176,14 +177,19 @@ class _Found:
         return self.place.suffix.lower() == ".gguf" and self.place.is_file()
 
 
-@quiet_if_refused()
 def _describe(model: ModelConfig) -> tuple[_Found, Structure]:
-    """Find a model and build its structure."""
-    found = _find(model)
-    return found, read_structure(found.config, where=found.origin)
+    """Find a model and build its structure; the progress of a download is not held back."""
+    fetched = fetch_description(str(model.path), revision=model.revision) if _is_of_the_hub(model) else None
+    with quiet_if_refused():
+        found = _find(model, fetched)
+        return found, read_structure(found.config, where=found.origin)
 
 
-def _find(model: ModelConfig) -> _Found:
+def _is_of_the_hub(model: ModelConfig) -> bool:
+    return model.source is ModelSource.hf and not os.path.lexists(str(model.path))
+
+
+def _find(model: ModelConfig, fetched: Path | None) -> _Found:
     match model.source:
         case ModelSource.random:
             return _Found(f"random_llama-{model.size}", _random_config(model), tiny.FOLDER, tiny.FOLDER)
@@ -192,7 +198,7 @@ def _find(model: ModelConfig) -> _Found:
         case ModelSource.gguf:
             return _find_gguf(model, Path(model.path) if model.path else _packaged_gguf(model))
         case ModelSource.hf:
-            return _find_path(model)
+            return _find_path(model) if fetched is None else _find_fetched(model, fetched)
 
 
 def _recorded(path: Path) -> Path:
@@ -203,15 +209,16 @@ def _recorded(path: Path) -> Path:
     return path.resolve() if path.is_dir() else whole_path(path)
 
 
+def _find_fetched(model: ModelConfig, folder: Path) -> _Found:
+    require_model(folder)
+    return _Found(str(model.path), read_config(folder), folder, folder, revision=folder.name)
+
+
 def _find_path(model: ModelConfig) -> _Found:
     assert model.path is not None
     path = Path(model.path)
     if target := lost_target(path):
         raise ValueError(f"model.path={path}: is a link to {target}, which is not there; {REMEDY}")
-    if not path.exists():
-        folder = fetch_description(model.path, revision=model.revision)
-        require_model(folder)
-        return _Found(model.path, read_config(folder), folder, folder, revision=folder.name)
     if model.revision is not None:
         raise ValueError(f"model.revision={model.revision}: must be null for the local {path}; leave it out")
     path = _recorded(path)

@@ -10,6 +10,7 @@ from typing import Any
 import hydra
 import pytest
 
+from rotexp import inputs
 from rotexp.command_line import register
 from rotexp.compose import to_config
 from rotexp.evaluate import main as evaluate
@@ -139,3 +140,11 @@ def test_train_and_evaluate_refuse_it_in_one_line(
     written = capsys.readouterr()
     assert (end.value.code, written.out, written.err.count("\n")) == (2, "", 1), written.err
     assert written.err.startswith("rotexp: data.evaluation (text): the token '<|extra|>' has id 2048, ")
+
+
+def test_what_does_not_fit_the_model_is_refused_before_long_texts_are_tokenized(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "cut", lambda *_arguments, **_options: pytest.fail("a text was tokenized"))
+    with pytest.raises(ValueError, match=r"^rotation\.path=.*nowhere\.safetensors: no such file"):
+        opened("rotation=learned", "rotation.path=nowhere.safetensors")

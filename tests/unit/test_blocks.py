@@ -1,5 +1,6 @@
 """Text is cut into whole blocks, and every world size sees the same global batches in a resumable order."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, BatchEncoding
 
+from rotexp.data import blocks
 from rotexp.data.blocks import BlockDataset, BlockSampler, beginning, cut, unknown_share
 from rotexp.models import tiny
 
@@ -130,6 +132,22 @@ def test_a_tokenizer_that_fails_is_one_line(failure: BaseException, why: str) ->
     ) as caught:
         cut("abc", Failing(failure), length=3, rows=128, key="data.calibration")
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_tokenizer_writes_comes_out_after_each_piece(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+
+    class Writing(Letters):
+        def __call__(self, text: str, **options: Any) -> Any:
+            shown.append(capfd.readouterr().err)
+            os.write(2, f"{text}\n".encode())
+            return super().__call__(text, **options)
+
+    monkeypatch.setattr(blocks, "pieces", lambda text: iter(text.split("/")))
+    cut("ab/cd", Writing(), length=2, rows=128, key="data.calibration")
+    assert [*shown, capfd.readouterr().err] == ["", "ab\n", "cd\n"]
 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt(), SystemExit(3), MemoryError()])

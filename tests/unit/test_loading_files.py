@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
@@ -581,6 +582,32 @@ def test_every_file_of_a_tokenizer_is_fetched_and_no_code(
     checkpoint = opened("some/model")
     assert repository.fetched() == tokenizer | {"config.json", "generation_config.json", "model.safetensors"}
     assert companions(checkpoint).keys() == tokenizer | {"generation_config.json"}
+
+
+def test_the_progress_of_a_download_is_shown_while_it_lasts_and_what_transformers_advises_is_not(
+    model_folder: Callable[..., Path],
+    hub: Callable[[Path], Hub],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = model_folder("llama")
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    repository, shown = hub(folder), []
+
+    def fetch(*arguments: Any, **options: Any) -> str:
+        os.write(2, b"fetching\n")
+        shown.append(capfd.readouterr().err)
+        return repository.snapshot_download(*arguments, **options)
+
+    def build(*_arguments: Any, **_options: Any) -> None:
+        os.write(2, b"advice\n")
+        raise AssertionError
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", build)
+    refusal("some/model")
+    assert shown == ["fetching\n"] * 2
+    assert capfd.readouterr().err == ""
 
 
 def test_weights_of_an_unsupported_model_are_not_fetched(
