@@ -19,6 +19,7 @@ from rotexp.folders import check_free, complete_folder
 from rotexp.launch.outer import is_first
 from rotexp.library_errors import is_out_of_memory
 from rotexp.signals import Interrupted, interruptible
+from rotexp.wording import dtype_name
 from rotexp.wrong_request import Vocabulary
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def _write_checkpoint(run: FinishedRun, rebuilt: Rebuilt, options: ExportOptions
     checkpoint = rebuilt.checkpoint
     copied = companions(checkpoint)
     wanted = run.config.model.dtype.name if options.dtype is ExportDtype.auto else options.dtype.name
-    dtype = str(checkpoint.dtype).split(".")[-1] if wanted == "auto" else wanted
+    dtype = dtype_name(checkpoint.dtype) if wanted == "auto" else wanted
     save_checkpoint(
         target,
         rebuilt.model.network.state_dict(),

@@ -23,6 +23,7 @@ from rotexp.models.hub import fetch_description, fetch_weights
 from rotexp.models.structure import Structure, build_network, fit, read_structure
 from rotexp.models.weight_folder import file_weights, folder_weights, is_weights, require_model
 from rotexp.reading import lost_target
+from rotexp.wording import dtype_name
 
 
 def _shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
@@ -134,7 +135,7 @@ def checkpoint_layers(model: nn.Module, spec: ArchSpec) -> None:
 def _concrete(dtype: ModelDtype, checkpoint: Checkpoint) -> ModelDtype:
     if dtype is not ModelDtype.auto:
         return dtype
-    name = str(checkpoint.dtype).removeprefix("torch.")
+    name = dtype_name(checkpoint.dtype)
     if name not in ModelDtype.__members__:
         others = ", ".join(choice for choice in ModelDtype.__members__ if choice != "auto")
         raise ValueError(f"model.dtype=auto: {checkpoint.identity} is in {name}; must be one of {others}; choose one")

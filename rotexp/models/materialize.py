@@ -14,6 +14,7 @@ from rotexp.models.checkpoint import Checkpoint
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.shards import largest_magnitude, local_rows, row_slice
 from rotexp.sharding.state_dicts import agree
+from rotexp.wording import dtype_name
 
 
 def materialize(
@@ -116,4 +117,4 @@ def _overflow(largest: float, dtype: torch.dtype, *, key: str) -> str:
     fits = dtype is torch.float16 and largest <= torch.finfo(torch.bfloat16).max
     remedy = f"set {key}=bfloat16" if fits else "scale the model down"
     limit = torch.finfo(dtype).max
-    return f"max |w| = {largest:.5g} overflows {key}={str(dtype).split('.')[-1]}, largest {limit:.5g}; {remedy}"
+    return f"max |w| = {largest:.5g} overflows {key}={dtype_name(dtype)}, largest {limit:.5g}; {remedy}"

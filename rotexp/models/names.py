@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from rotexp.models.checkpoint import ExpertStack, Shape, Source
+from rotexp.wording import few
 
 LANGUAGE_MODEL_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
 """What multimodal checkpoints put before the names of their language model's base, the newest manner first."""
@@ -42,15 +43,6 @@ QUANTIZED = re.compile(
 
 ADAPTED = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|base_layer)\.")
 """Tensors of a model with adapters that were not merged."""
-
-MOST_NAMED = 3
-
-
-def few(names: Iterable[str]) -> str:
-    """Return names as a short line: the first of them, and how many more there are."""
-    named = list(names)
-    more = len(named) - MOST_NAMED
-    return ", ".join(named[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def plain_names(
@@ -152,10 +144,10 @@ def _num_found(expected: Mapping[str, Shape], stored: Collection[str], *, base: 
 
 
 def _prefixes(embedding: str, stored: Collection[str], *, base: str, nested: bool) -> list[str]:
-    """Return what stands before the embedding's name, the shortest first."""
+    """Return what stands before the embedding's name, the shortest first, those of one length by name."""
     endings = [f".{spelling}" for spelling in _spellings(embedding, base=base, nested=nested)]
     found = {name.removesuffix(ending) + "." for name in stored for ending in endings if name.endswith(ending)}
-    return sorted(found, key=len)
+    return sorted(sorted(found), key=len)
 
 
 def _without(prefix: str, names: Mapping[str, str]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from rotexp.models.hf_config import QUANTIZED_KEYS
 from rotexp.models.tokenizer import tokenizer_files
 from rotexp.models.weight_folder import folder_weights
 from rotexp.reading import UnreadableError, read_json
+from rotexp.wording import dtype_name, few_faults
 
 MANIFEST_FILE = "rotexp_manifest.json"
 CLIP_RATIOS_FILE = "clip_ratios.safetensors"
@@ -112,8 +113,7 @@ def check_fits(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if name in tensors and tensors[name].shape != shape
     ]
     if faults:
-        more = f"; and {len(faults) - 6} more" if len(faults) > 6 else ""
-        raise ValueError(f"{type(model).__name__}: the merged model does not fit it: {'; '.join(faults[:6])}{more}")
+        raise ValueError(f"{type(model).__name__}: the merged model does not fit it: {few_faults(faults)}")
 
 
 def _tied_head(model: Any, config: Any, tensors: Mapping[str, Tensor]) -> str | None:
@@ -140,7 +140,7 @@ def _stored_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     for name, given in tensors.items():
         tensor = given.detach().to("cpu", dtypes[name]).contiguous()
         if tensor.dtype != given.dtype and not bool(torch.isfinite(tensor).all()):
-            dtype = str(tensor.dtype).split(".")[-1]
+            dtype = dtype_name(tensor.dtype)
             raise ValueError(f"export.dtype={dtype}: {name} has values beyond it; choose bfloat16 or float32")
         storage = tensor.untyped_storage()
         if storage.data_ptr() in storages or storage.nbytes() != tensor.nbytes:

@@ -16,8 +16,9 @@ from rotexp.models.arch import find_spec, untie
 from rotexp.models.checkpoint import Checkpoint, Shape, Source, Weights
 from rotexp.models.gguf import GGUFWeights
 from rotexp.models.hf_config import language_config
-from rotexp.models.names import check_names, few, find_sources, language_tensors, plain_names, stored_shapes
+from rotexp.models.names import check_names, find_sources, language_tensors, plain_names, stored_shapes
 from rotexp.models.weight_files import FileWeights
+from rotexp.wording import few
 
 COMPUTED_TENSORS = r"rotary_emb\.inv_freq$"
 """Buffers that old checkpoints of every family carry and models compute; transformers knows of further ones."""

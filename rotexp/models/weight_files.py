@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rotexp.models.checkpoint import Shape
+from rotexp.wording import dtype_name, few
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """What safetensors calls the types in which unquantized weights are stored, and what torch calls them."""
@@ -57,10 +58,9 @@ class FileWeights(ABC):
         header = {name: stored for found in of_file.values() for name, stored in found.items()}
         header |= {name: of_file[file][name] for name, file in self.assigned.items() if name in of_file[file]}
         if lacking := [name for name, file in self.assigned.items() if name not in of_file[file]]:
-            more = f" and {len(lacking) - 1} more tensors" if len(lacking) > 1 else ""
             raise ValueError(
-                f"model.path={self.assigned[lacking[0]]}: lacks {lacking[0]}{more}, which the index beside it says lie "
-                f"there; fetch the model again"
+                f"model.path={self.assigned[lacking[0]]}: lacks {few(lacking, most=1)}, which the index beside it says "
+                f"lie there; fetch the model again"
             )
         return header
 
@@ -130,7 +130,7 @@ class PickledWeights(FileWeights):
 
     def _header_of(self, file: Path) -> dict[str, Stored]:
         return {
-            name: Stored(file, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            name: Stored(file, tuple(tensor.shape), dtype_name(tensor.dtype))
             for name, tensor in _unpickle(file).items()
         }
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from rotexp.optim.stiefel import orthogonality_error, polar_projection
 from rotexp.rotation.bank import RotationBank
 from rotexp.sharding.shards import largest_magnitude
+from rotexp.wording import dtype_name, few_faults
 
 ROUNDING = 1e-5
 """Largest max|R Rᵀ − I| of a matrix that is taken bit for bit; float32 rounding stays below it."""
@@ -74,7 +75,7 @@ def save_rotations(
         facts: further metadata: seed, config digest, model.
     """
     described = {
-        name: {"placement": placements[name], "shape": list(matrix.shape), "dtype": str(matrix.dtype).split(".")[-1]}
+        name: {"placement": placements[name], "shape": list(matrix.shape), "dtype": dtype_name(matrix.dtype)}
         for name, matrix in rotations.items()
     }
     texts = {key: str(value) for key, value in facts.items()}
@@ -215,7 +216,7 @@ def _our_names(stored: dict[Any, Any], where: str) -> dict[str, Tensor]:
         else:
             matrices[name] = value.detach()
     if faults:
-        raise ValueError(f"{where}: {listed(faults)}; name a file of rotations only")
+        raise ValueError(f"{where}: {few_faults(faults)}; name a file of rotations only")
     return matrices
 
 
@@ -253,7 +254,7 @@ def assign_rotations(
             matrices[name], errors[name], fault = _fitted(loaded.matrices[name], target)
             faults += [f"{name} {fault}"] if fault else []
     if faults:
-        raise ValueError(f"{where}: {listed(faults)}; name a file of rotations of this model")
+        raise ValueError(f"{where}: {few_faults(faults)}; name a file of rotations of this model")
     bank.assign({name: matrix.to(bank[name].dtype) for name, matrix in matrices.items()})
     return {name: error for name, error in errors.items() if error > ROUNDING}
 
@@ -288,7 +289,7 @@ def _misnamed(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> l
 def _fitted(matrix: Tensor, target: Tensor) -> tuple[Tensor, float, str]:
     """Return the matrix in the target's shape and orthogonal, how far it was from that, and what is wrong with it."""
     if matrix.dtype not in FLOATS:
-        return matrix, 0.0, f"is {_word(matrix.dtype)}, not one of {', '.join(map(_word, FLOATS))}"
+        return matrix, 0.0, f"is {dtype_name(matrix.dtype)}, not one of {', '.join(map(dtype_name, FLOATS))}"
     if not math.isfinite(largest := largest_magnitude(matrix)):
         return matrix, 0.0, f"holds {largest}"
     shaped = _shaped(matrix, target.shape)
@@ -302,10 +303,6 @@ def _fitted(matrix: Tensor, target: Tensor) -> tuple[Tensor, float, str]:
     return (shaped if error <= ROUNDING else polar_projection(shaped.double())), error, ""
 
 
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _shaped(matrix: Tensor, shape: torch.Size) -> Tensor | None:
     """Return the matrix in a shape: itself, or the blocks (blocks, n, n) of a dense one that is block-diagonal."""
     if matrix.shape == shape:
@@ -315,9 +312,3 @@ def _shaped(matrix: Tensor, shape: torch.Size) -> Tensor | None:
     num_blocks, order, _ = shape
     blocks = matrix.reshape(num_blocks, order, num_blocks, order).diagonal(dim1=0, dim2=2).movedim(-1, 0).contiguous()
     return blocks if torch.equal(_block_diagonal(blocks), matrix) else None
-
-
-def listed(faults: list[str], *, most: int = 6) -> str:
-    """Return faults as one line, the first of them by name."""
-    more = len(faults) - most
-    return "; ".join(faults[:most]) + (f"; and {more} more" if more > 0 else "")

@@ -15,10 +15,10 @@ from torch import nn
 from rotexp.config import Trainable
 from rotexp.quant.scales import QuantizerScales
 from rotexp.rotation.experts import RotatedExperts
-from rotexp.rotation.file import listed
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.model import SCALES, RotatedModel
 from rotexp.sharding.shards import gathered, largest_magnitude, reshard, write_rows
+from rotexp.wording import few_faults
 
 
 def train_also(model: RotatedModel, params: Trainable) -> None:
@@ -110,7 +110,7 @@ def check_trained(model: RotatedModel, path: Path, *, key: str = "run") -> None:
         f"{name} is {found[name]}, not {shape}" for name, shape in expected.items() if found.get(name, shape) != shape
     ]
     if faults:
-        raise ValueError(f"{key}={path}: {listed(faults)}; restore the file, or run the training again")
+        raise ValueError(f"{key}={path}: {few_faults(faults)}; restore the file, or run the training again")
 
 
 @torch.no_grad()

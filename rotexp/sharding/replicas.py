@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.shards import local_rows
 from rotexp.sharding.state_dicts import collective_device
+from rotexp.wording import few
 
 WORDS = 2**10
 """Numbers of 8 bytes in a row of what is digested."""
@@ -53,8 +54,7 @@ class Divergence:
 
     def line(self) -> str:
         """Return it as one line for people."""
-        more = len(self.names) - MOST_NAMES
-        names = ", ".join(self.names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        names = few(self.names, most=MOST_NAMES)
         ranks = ", ".join(map(str, self.ranks))
         return f"{names} differ from the first replica's on rank {ranks} by up to {self.max_abs_diff:.1e}"
 

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.pieces import Pieces
 from rotexp.sharding.shards import write_rows
+from rotexp.wording import few_faults
 
 State = Mapping[str, Tensor | Pieces]
 WINDOW = 2**24
 """How many numbers of a vector are moved at once."""
 FAULT_BYTES = 2048
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-MOST_FAULTS = 6
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def check_state(own: State, found: Mapping[str, Form] | None, *, communication: 
         ValueError: a name is missing or unexpected, a shape another, or a dtype wider; every fault is named, on all
             ranks alike.
     """
-    if fault := agree("; ".join(_faults(own, found)) if found is not None else "", communication=communication):
+    if fault := agree(few_faults(_faults(own, found)) if found is not None else "", communication=communication):
         raise ValueError(f"{what}: {fault}")
 
 
@@ -152,8 +152,7 @@ def _faults(own: State, found: Mapping[str, Form]) -> list[str]:
     for name in sorted(own.keys() & found.keys()):
         if not found[name].fits(expected := form(own[name])):
             faults.append(f"{name} is {found[name]} instead of {expected}")
-    more = len(faults) - MOST_FAULTS
-    return faults[:MOST_FAULTS] + ([f"and {more} more faults"] if more > 0 else [])
+    return faults
 
 
 def _gather(shard: DTensor, *, communication: Communication) -> Tensor:

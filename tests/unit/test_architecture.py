@@ -53,6 +53,7 @@ ORDER = (
     "validation",
     "targets",
     "config",
+    "wording",
     "quant",
     "optim",
     "rotation.hadamard",
