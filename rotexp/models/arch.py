@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from rotexp.models.sharing import share_memory
+
 
 @dataclass(frozen=True)
 class ValueRows:
@@ -314,9 +316,9 @@ def head_name(model: nn.Module) -> str:
 
 
 def is_tied(model: nn.Module) -> bool:
-    """Return whether the head's weight is the embedding's."""
-    embedding, head = (model.get_submodule(name(model)) for name in (embedding_name, head_name))
-    return head._parameters["weight"] is embedding._parameters["weight"]
+    """Return whether the head's weight is the embedding's, or another parameter in the same memory."""
+    embedding, head = (model.get_parameter(f"{name(model)}.weight") for name in (embedding_name, head_name))
+    return share_memory(head, embedding)
 
 
 def tie(model: nn.Module) -> None:

@@ -15,10 +15,12 @@ from rotexp.models.arch import (
     head_dim,
     head_name,
     is_tied,
+    model_type,
     present,
     r1_obstacle,
     untie,
 )
+from rotexp.models.sharing import shared_parameters
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.attention import Cache, cache_obstacle, place_cache
@@ -45,10 +47,25 @@ def place(model: nn.Module, spec: ArchSpec, rotation: RotationConfig, quant: Qua
             acts, since the final norm's gain goes into it, and stays tied elsewhere.
 
     Raises:
-        ValueError: a rotation that was asked for cannot exist in this model, a Hadamard matrix has no such order, or a
-            module that would have to be rotated is of an unknown class.
+        ValueError: a rotation that was asked for cannot exist in this model, a Hadamard matrix has no such order, a
+            module that would have to be rotated is of an unknown class, or parameters other than head and embedding
+            share their memory where a rotation goes into weights.
     """
+    _require_own_weights(model, rotation)
     return _place(model, spec, rotation, quant, seed=seed, trial=Trial(model, spec, _place_untried))
+
+
+def _require_own_weights(model: nn.Module, rotation: RotationConfig) -> None:
+    """Refuse weights that two modules share, into which two rotations or gains would go (R3 goes into none)."""
+    if (rotation.r1, rotation.r2, rotation.r4) == (False, False, False):
+        return
+    tied = {f"{embedding_name(model)}.weight", f"{head_name(model)}.weight"}
+    for one, other in shared_parameters(model):
+        if {one, other} != tied:
+            raise ValueError(
+                f"model_type={model_type(model)}: {one} and {other} share their memory, so a rotation or gain in one "
+                f"would change the other; give each a weight of its own, or set rotation=none"
+            )
 
 
 def _place_untried(model: nn.Module, spec: ArchSpec, rotation: RotationConfig) -> RotatedModel:
