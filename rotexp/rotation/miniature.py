@@ -12,7 +12,7 @@ from torch import nn
 from rotexp.models.arch import ArchSpec, decoder_layers, embedding_name, head_dim, present
 from rotexp.models.structure import build_network
 
-MOST_PARAMETERS = 2**24
+MOST_PARAMETERS = 2**26
 """A miniature with more was not made small by what is known of its config."""
 
 POSITIONS = VOCABULARY = 64
@@ -77,7 +77,7 @@ def _stream_sizes(config: Any) -> dict[str, int]:
     width, heads = head_dim(config), config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     few = min(heads, 4 if 1 < groups < heads else 2)
-    hidden = min(config.hidden_size, few * width if config.hidden_size == heads * width else 3 * few * width // 2)
+    hidden = min(config.hidden_size, few * width if config.hidden_size == heads * width else 3 * width // 2)
     sizes = {"hidden_size": hidden, "num_attention_heads": few}
     if hasattr(config, "num_key_value_heads"):
         sizes["num_key_value_heads"] = min(groups, 2)
