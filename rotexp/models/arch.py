@@ -355,6 +355,15 @@ def present(layer: nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name in dict.fromkeys(names) if name and name in modules]
 
 
+def down_widths(model: nn.Module, spec: ArchSpec) -> Iterator[int]:
+    """Yield the input width of each MLP's last linear, of experts too."""
+    for layer in decoder_layers(model, spec):
+        for name in present(layer, spec.down):
+            yield layer.get_submodule(name).get_parameter("weight").shape[1]
+        for name in present(layer, [spec.experts] if spec.experts else []):
+            yield layer.get_submodule(name).get_parameter("down_proj").shape[-1]
+
+
 def check_structure(model: nn.Module, spec: ArchSpec) -> list[str]:
     """Return a complaint for each module without which a layer of the model is not what the spec says."""
     return [

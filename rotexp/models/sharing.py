@@ -38,8 +38,7 @@ def shared_parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _span(tensor: Tensor) -> tuple[object, int, int]:
     """Return a tensor's storage, and where its first element begins and its last one ends there, in bytes."""
-    storage, size = tensor.untyped_storage(), tensor.element_size()
-    first = tensor.storage_offset()
-    last = first + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    stop = (last + 1) * size if tensor.numel() else first * size
-    return storage.data_ptr() or ("no address", storage._cdata), first * size, stop
+    storage, size, first = tensor.untyped_storage(), tensor.element_size(), int(tensor.storage_offset())
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    num_spanned = 1 + sum((length - 1) * stride for length, stride in steps) if tensor.numel() else 0
+    return storage.data_ptr() or ("no address", storage._cdata), first * size, (first + num_spanned) * size

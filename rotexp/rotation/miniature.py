@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,26 @@ def small_config(config: Any, spec: ArchSpec, *, num_layers: int) -> Any:
     return small
 
 
+def alternatives(config: Any) -> Iterator[tuple[str, object]]:
+    """Yield another value for each simple setting of a config: its default, or a switch's other value."""
+    for setting in dataclasses.fields(config):
+        value, default = getattr(config, setting.name), setting.default
+        simple = all(isinstance(each, (bool, int, float, str, type(None))) for each in (value, default))
+        if setting.name in SIZES or not simple:
+            continue
+        if value != default:
+            yield setting.name, default
+        elif isinstance(value, bool):
+            yield setting.name, not value
+
+
+def let_any_host_attend(config: Any, model_class: Any) -> None:
+    """Choose an attention that runs on the host where the model's is a kernel for accelerators or is compiled first."""
+    chosen = config._attn_implementation or ""
+    if "flash" in chosen or "flex" in chosen:
+        config._attn_implementation = "sdpa" if model_class._supports_sdpa else "eager"
+
+
 def _stream_sizes(config: Any) -> dict[str, int]:
     """Return few heads, grouped as they are, and a width of the stream that is that of all heads if it was."""
     width, heads = head_dim(config), config.num_attention_heads
@@ -93,12 +114,13 @@ def build_miniature(config: Any, *, seed: int) -> Any:
     Raises:
         ValueError: it is not small.
     """
-    model = build_network(config, dtype=torch.float64)
+    with torch.device("cpu"):
+        model = build_network(config, dtype=torch.float64)
     model.set_experts_implementation("eager")  # the other ones have no float64
     size = sum(parameter.numel() for parameter in model.parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"it still has {size} parameters")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -109,7 +131,7 @@ def build_miniature(config: Any, *, seed: int) -> Any:
 
 def _drawn(name: str, shape: torch.Size, *, generator: torch.Generator) -> torch.Tensor:
     """Draw a parameter: gains around one, and biases and weights that keep the scale of what passes them."""
-    values = torch.empty(shape, dtype=torch.float64)
+    values = torch.empty(shape, dtype=torch.float64, device="cpu")
     if name == "bias":
         return values.normal_(std=0.5, generator=generator)
     if len(shape) < 2:
@@ -122,15 +144,13 @@ def make_louder(model: Any, spec: ArchSpec, key: str, *, factor: float) -> None:
     layers = decoder_layers(model, spec)
     if key == "r2":
         weights = [layer.get_submodule(spec.value).get_parameter("weight") for layer in layers]
-    elif key == "r1":
+    else:
         names = [name for name in (embedding_name(model), spec.positions) if name]
         weights = [model.get_submodule(name).get_parameter("weight") for name in names]
         for layer in layers:
             weights += [layer.get_submodule(name).get_parameter("weight") for name in present(layer, spec.writers)]
             experts = present(layer, [spec.experts] if spec.experts else [])
             weights += [layer.get_submodule(name).get_parameter("down_proj") for name in experts]
-    else:
-        weights = []
     for weight in weights:
         weight.mul_(factor)
 
@@ -141,3 +161,11 @@ def classes_of(model: nn.Module, spec: ArchSpec, *, num_layers: int) -> dict[str
     depth = spec.layers.count(".") + 2
     named = model.named_modules()
     return {name: type(module) for name, module in named if ".".join(name.split(".")[:depth]) not in left_out}
+
+
+def changed_by_hand(model: nn.Module) -> Iterator[str]:
+    """Yield each module that computes something else than its class, which is all that a miniature has of it."""
+    for name, module in model.named_modules():
+        hooks = module._forward_hooks or module._forward_pre_hooks
+        if hooks or "forward" in vars(module):
+            yield f"{name or 'the model'} has {'a hook' if hooks else 'a forward'} of its own, which was not judged"

@@ -22,6 +22,9 @@ from rotexp.sharding.shards import local_rows, reshard, row_slice, whole
 PROBE_TOLERANCE = 1e-4
 """Largest relative difference of a norm from the formula it is taken for (float32, eps neglected)."""
 
+HOST: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+"""Where norms are probed, whatever the caller's defaults are."""
+
 
 @dataclass(frozen=True)
 class NormKind:
@@ -52,7 +55,7 @@ def probe_norm(norm: nn.Module, width: int, *, name: str) -> NormKind:
     """
     copied = _random_copy(norm, width)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(8, width, generator=generator) * 100 + 50
+    x = torch.randn(8, width, generator=generator, **HOST) * 100 + 50
     found = copied(x)
     weight, bias = copied._parameters.get("weight"), copied._parameters.get("bias")
     offsets = (None,) if weight is None else (0.0, 1.0)
@@ -73,7 +76,7 @@ def _random_copy(norm: nn.Module, width: int) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
     bare = copy.copy(norm)
     bare._parameters = {
-        name: parameter if parameter is None else nn.Parameter(torch.rand(width, generator=generator) + 0.5)
+        name: parameter if parameter is None else nn.Parameter(torch.rand(width, generator=generator, **HOST) + 0.5)
         for name, parameter in norm._parameters.items()
     }
     return bare

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -11,6 +10,7 @@ from rotexp.config import QuantConfig, RotationConfig
 from rotexp.models.arch import (
     ArchSpec,
     decoder_layers,
+    down_widths,
     embedding_name,
     head_dim,
     head_name,
@@ -52,7 +52,9 @@ def place(model: nn.Module, spec: ArchSpec, rotation: RotationConfig, quant: Qua
             share their memory where a rotation goes into weights.
     """
     _require_own_weights(model, rotation)
-    return _place(model, spec, rotation, quant, seed=seed, trial=Trial(model, spec, _place_untried))
+    any_wanted = (rotation.r1, rotation.r2, rotation.r3, rotation.r4) != (False,) * 4
+    trial = Trial(model, spec, _place_untried) if any_wanted else None
+    return _place(model, spec, rotation, quant, seed=seed, trial=trial)
 
 
 def _require_own_weights(model: nn.Module, rotation: RotationConfig) -> None:
@@ -128,7 +130,7 @@ class _Placer:
         """Return what stands in the way of a rotation on a miniature of the model; note where there is none to try."""
         if self.trial is None:
             return None
-        found = self.trial.find(key)
+        found = self.trial.find(key, block_size=self.rotation.block_size if key == "r4" else None)
         if found.untried is not None:
             self._warn(f"whether {key.upper()} changes the model was not tried beforehand: {found.untried}")
         return found.obstacle
@@ -277,15 +279,8 @@ class _Placer:
 
     def _fitting_block(self) -> str:
         """Return one more remedy for R1 and R4: the largest block that divides the widths of both."""
-        size = largest_block(self.config.hidden_size, *self._down_widths())
+        size = largest_block(self.config.hidden_size, *down_widths(self.model, self.spec))
         return f" or rotation.block_size={size} (the largest that R1 and R4 can both have)" if size else ""
-
-    def _down_widths(self) -> Iterator[int]:
-        for layer in decoder_layers(self.model, self.spec):
-            for name in present(layer, self.spec.down):
-                yield layer.get_submodule(name).get_parameter("weight").shape[1]
-            for name in present(layer, [self.spec.experts] if self.spec.experts else []):
-                yield layer.get_submodule(name).get_parameter("down_proj").shape[-1]
 
     def _place_ends(self, residual: Rotation | None) -> None:
         """Rotate embeddings and head."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -16,19 +16,32 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rotexp.config import RotationConfig, RotationInit
-from rotexp.models.arch import ArchSpec, decoder_layers, model_type
+from rotexp.library_errors import reason
+from rotexp.models.arch import ArchSpec, decoder_layers, down_widths, model_type
 from rotexp.rotation.bank import RotationBank
 from rotexp.rotation.invariance import Trace, relative_error, trace
 from rotexp.rotation.merge import prepare
-from rotexp.rotation.miniature import SIZES, build_miniature, classes_of, first_layers, make_louder, small_config
+from rotexp.rotation.miniature import (
+    alternatives,
+    build_miniature,
+    changed_by_hand,
+    classes_of,
+    first_layers,
+    let_any_host_attend,
+    make_louder,
+    small_config,
+)
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.model import RotatedModel
 
 LIMIT = 1e-6
 """Largest error of a right rotation, relative to the largest logit or activation; in float64 it is about 1e-15."""
 
-LOUDNESS = (1.0, 1e6)
-"""Factors of what a rotation turns; the second lets limits act that rarely do."""
+LOUDNESS = {"r1": (1.0, 1e6), "r2": (1.0, 1e6), "r3": (1.0,), "r4": (1.0,)}
+"""Factors of what a rotation turns; the second lets limits act that rarely do.
+
+R3 and R4 act online, and what undoes them stands right behind, so that no limit of a model comes between.
+"""
 
 BETWEEN = {
     "r1": "what writes to the residual stream and what reads it",
@@ -52,6 +65,13 @@ UNBUILDABLE = (
 )
 """What building or running a model of whose config nothing is known may raise."""
 
+_alone = Lock()
+"""Held during a trial: the number of threads is the whole process's."""
+
+
+class BrokenModelError(ValueError):
+    """A miniature cannot be run though nothing is rotated in it, and so the model cannot."""
+
 
 @dataclass(frozen=True)
 class Described:
@@ -74,10 +94,11 @@ class Described:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a trial found: an obstacle, or why none could be looked for."""
+    """What a trial found: an obstacle, or why none could be looked for, or why the model does not run at all."""
 
     obstacle: str | None = None
     untried: str | None = None
+    broken: str | None = None
 
 
 class Trial:
@@ -94,26 +115,41 @@ class Trial:
         text = json.dumps([config.to_dict(), repr(spec)], default=str, sort_keys=True)
         self.prefix = f"model_type={model_type(model)}"
         self.described = Described(type(model), text, num_layers, classes, copy.deepcopy(config), spec, placing)
+        self.altered = next(changed_by_hand(model), None)
 
-    def find(self, key: str) -> Finding:
-        """Try one rotation (`r1` to `r4`), once in a process for each config; a message names the model's type."""
-        found = _tried(self.described, key)
-        texts = (None if text is None else f"{self.prefix}: {text}" for text in (found.obstacle, found.untried))
-        return Finding(*texts)
+    def find(self, key: str, *, block_size: int | None = None) -> Finding:
+        """Try one rotation (`r1` to `r4`), once in a process for each config.
+
+        Args:
+            block_size: of R4, where it has blocks.
+
+        Raises:
+            ValueError: the model cannot be run at all; the message names its type, as those of the finding do.
+        """
+        with _alone:
+            found = _tried(self.described, key, block_size)
+        if found.broken is not None:
+            raise ValueError(f"{self.prefix}: {found.broken}")
+        texts = (found.obstacle, found.untried or self.altered)
+        return Finding(*(None if text is None else f"{self.prefix}: {text}" for text in texts))
 
 
 @lru_cache(maxsize=256)
-def _tried(described: Described, key: str) -> Finding:
-    with _one_thread():
+def _tried(described: Described, key: str, block_size: int | None) -> Finding:
+    with _one_thread(), torch.device("cpu"):
         try:
             config = small_config(described.config, described.spec, num_layers=described.num_layers)
-            fault = _fault(described, config, key)
+            let_any_host_attend(config, described.model_class)
+            fault = _fault(described, config, key, block_size)
+        except BrokenModelError as error:
+            return Finding(broken=str(error))
         except UNBUILDABLE as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            return Finding(untried=f"no miniature of it could be run ({reason})")
-        flag = None if fault is None else next(_flags(described, config, key), None)
+            return Finding(untried=f"no miniature of it could be run ({reason(error)})")
+        flag = None if fault is None else next(_flags(described, config, key, block_size), None)
     if fault is None:
         return Finding()
+    if fault.place is None and flag is None:
+        return Finding(f"a miniature of it with {key.upper()} cannot be run ({fault.change})")
     between = f"{flag or f'something in {fault.place}'} stands between {BETWEEN[key]}"
     return Finding(f"{between}, so {key.upper()} would change what it computes ({fault.change})")
 
@@ -131,23 +167,25 @@ def _one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Fault:
-    """Where a rotation changed what a model computes, and how much of it."""
+    """Where a rotation changed what a model computes, and how much of it; or no place, and what running it raised."""
 
-    place: str
+    place: str | None
     change: str
 
 
-def _fault(described: Described, config: Any, key: str) -> _Fault | None:
+def _fault(described: Described, config: Any, key: str, block_size: int | None) -> _Fault | None:
     """Return what is wrong with a rotated miniature, or None.
 
     Raises:
         ValueError: it does not stand for the model, or computes nothing finite.
+        BrokenModelError: it cannot be run as it is.
     """
     original = build_miniature(config, seed=0)
     _require_alike(described, original)
-    for factor in LOUDNESS:
-        make_louder(original, described.spec, key, factor=factor)
-        fault = _compare(original, described, key)
+    for factor in LOUDNESS[key]:
+        if factor != 1.0:
+            make_louder(original, described.spec, key, factor=factor)
+        fault = _compare(original, described, key, block_size)
         if fault is not None:
             return fault
     return None
@@ -163,30 +201,44 @@ def _require_alike(described: Described, miniature: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _compare(original: Any, described: Described, key: str) -> _Fault | None:
+def _compare(original: Any, described: Described, key: str, block_size: int | None) -> _Fault | None:
     """Return what placing and preparing one rotation does to a miniature.
 
     Raises:
         ValueError: the miniature itself computes nothing finite.
+        BrokenModelError: it cannot be run as it is.
     """
     spec, token_ids = described.spec, _token_ids(original.config.vocab_size)
     with _Widened():
-        before = trace(RotatedModel(original, spec, RotationBank(), Mode()), token_ids, rotate=False)
+        before = _unrotated(original, spec, token_ids)
         if not all(values.isfinite().all() for values in (before.logits, *before.layers)):
             raise ValueError("it computes nothing finite")
         try:
-            placed = _placed(original, described, key)
+            placed = _placed(original, described, key, block_size)
             after = trace(placed, token_ids, rotate=True)
         except UNBUILDABLE as error:
-            return _Fault(f"{spec.layers}.0", " ".join(str(error).split()))
+            return _Fault(None, reason(error))
     if placed.rms_norms:
         before = Trace(before.logits, [output - output.mean(-1, keepdim=True) for output in before.layers])
     return _first_fault(before, after, original, spec)
 
 
-def _placed(original: nn.Module, described: Described, key: str) -> RotatedModel:
-    """Return a copy with one rotation placed, orthogonal to the last bit of float64, and prepared."""
+def _unrotated(original: Any, spec: ArchSpec, token_ids: Tensor) -> Trace:
+    try:
+        return trace(RotatedModel(original, spec, RotationBank(), Mode()), token_ids, rotate=False)
+    except UNBUILDABLE as error:
+        remedy = "correct its config, or choose another model"
+        raise BrokenModelError(f"a miniature of it cannot be run, rotated or not ({reason(error)}); {remedy}") from None
+
+
+def _placed(original: nn.Module, described: Described, key: str, block_size: int | None) -> RotatedModel:
+    """Return a copy with one rotation placed, orthogonal to the last bit of float64, and prepared.
+
+    Blocks are placed where they divide the miniature's widths: one that is as wide as the model may need them.
+    """
     rotations: dict[str, Any] = dict.fromkeys(BETWEEN, False) | {key: True}
+    if block_size is not None and not any(width % block_size for width in down_widths(original, described.spec)):
+        rotations["block_size"] = block_size
     rotation = RotationConfig("trial", **rotations, init=RotationInit.random, learned=False)
     placed = described.placing(copy.deepcopy(original), described.spec, rotation)
     for _, matrix in placed.bank.items():
@@ -207,7 +259,7 @@ def _first_fault(before: Trace, after: Trace, model: nn.Module, spec: ArchSpec) 
 
 
 def _token_ids(vocabulary: int) -> Tensor:
-    return torch.randint(vocabulary, (2, 8), generator=torch.Generator().manual_seed(2))
+    return torch.randint(vocabulary, (2, 8), generator=torch.Generator().manual_seed(2), device="cpu")
 
 
 class _Widened(TorchFunctionMode):
@@ -221,27 +273,14 @@ class _Widened(TorchFunctionMode):
         return called(*wide, **named)
 
 
-def _flags(described: Described, small: Any, key: str) -> Iterator[str]:
+def _flags(described: Described, small: Any, key: str, block_size: int | None) -> Iterator[str]:
     """Yield each flag of the config without which the rotation would change nothing."""
-    for name, value in _alternatives(described.config):
+    for name, value in alternatives(described.config):
         config = copy.deepcopy(small)
         setattr(config, name, value)
         try:
-            fault = _fault(described, config, key)
+            fault = _fault(described, config, key, block_size)
         except UNBUILDABLE:
             continue
         if fault is None:
             yield f"{name}={getattr(described.config, name)}"
-
-
-def _alternatives(config: Any) -> Iterator[tuple[str, object]]:
-    """Yield another value for each simple setting of a config: its default, or a switch's other value."""
-    for setting in dataclasses.fields(config):
-        value, default = getattr(config, setting.name), setting.default
-        simple = all(isinstance(each, (bool, int, float, str, type(None))) for each in (value, default))
-        if setting.name in SIZES or not simple:
-            continue
-        if value != default:
-            yield setting.name, default
-        elif isinstance(value, bool):
-            yield setting.name, not value

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from rotexp.models.arch import find_spec
 from rotexp.models.structure import build_network
 from rotexp.rotation import trial
 from rotexp.rotation.invariance import relative_error
-from rotexp.rotation.miniature import first_layers
+from rotexp.rotation.miniature import INNER, first_layers
 from rotexp.rotation.placement import _place_untried, place
 
 Change = Callable[[Tensor, Tensor], Tensor]
@@ -229,3 +231,136 @@ def test_a_config_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         place(network, find_spec(network), only("r2", True), QuantConfig(), seed=0)
     assert len(built) == 2
+
+
+def clamp_values(layer: Any) -> None:
+    layer.self_attn.v_proj.register_forward_hook(lambda _module, _inputs, output: output.clamp(-1, 1))
+
+
+def double_inputs(layer: Any) -> None:
+    layer.mlp.register_forward_pre_hook(lambda _module, inputs: (2 * inputs[0], *inputs[1:]))
+
+
+def patch_output(layer: Any) -> None:
+    linear = layer.self_attn.o_proj
+    linear.forward = lambda x: F.linear(x.clamp(-1, 1), linear.weight)
+
+
+BY_HAND: dict[str, tuple[Callable[[Any], None], str]] = {
+    "a hook": (clamp_values, "self_attn.v_proj has a hook"),
+    "a hook before": (double_inputs, "mlp has a hook"),
+    "a forward": (patch_output, "self_attn.o_proj has a forward"),
+}
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_a_module_changed_by_hand_is_warned_of_by_name(kind: str) -> None:
+    change, said = BY_HAND[kind]
+    source = make_source("llama")
+    change(source.model.layers[1])
+    model = rotated(source, only("r2", True), ready=False)
+    assert model.warnings == [
+        "whether R2 changes the model was not tried beforehand: model_type=llama: "
+        f"model.layers.1.{said} of its own, which was not judged"
+    ]
+
+
+def test_a_model_that_cannot_run_at_all_is_refused_in_one_line() -> None:
+    source = make_source("llama", return_dict=False)
+    said = r"rotated or not \(AttributeError: 'tuple' object has no attribute '\w+'\); correct its config, or choose "
+    for wanted in (True, None):
+        with pytest.raises(ValueError, match=rf"^model_type=llama: a miniature of it cannot be run, {said}"):
+            rotated(source, only("r2", wanted))
+
+
+def test_what_a_rotated_miniature_raises_is_told_in_its_own_words_and_at_no_place() -> None:
+    def lost(_model: nn.Module, _spec: Any, _rotation: RotationConfig) -> Any:
+        raise KeyError("lost " * 1000)
+
+    network = build_network(FAMILIES["llama"].config(rms_norm_eps=2e-5), dtype=torch.float32)
+    obstacle = trial.Trial(network, find_spec(network), lost).find("r2").obstacle
+    assert obstacle is not None
+    assert obstacle.startswith("model_type=llama: a miniature of it with R2 cannot be run (KeyError: 'lost lost ")
+    assert len(obstacle) < 400
+
+
+@pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2", "eager"])
+def test_a_model_is_judged_whatever_computes_its_attention(implementation: str) -> None:
+    network = build_network(FAMILIES["olmo"].config(clip_qkv=7.0), dtype=torch.float32)
+    network.config._attn_implementation = implementation
+    trial._tried.cache_clear()
+    for key, found in (("r1", None), ("r2", "model_type=olmo: clip_qkv=7.0 stands between values and output")):
+        finding = trial.Trial(network, find_spec(network), _place_untried).find(key)
+        assert finding.untried is None
+        assert (finding.obstacle or "").partition(",")[0] == (found or "")
+    assert network.config._attn_implementation == implementation
+
+
+def test_a_width_that_stays_as_it_is_has_the_blocks_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(INNER, "intermediate_size")
+    trial._tried.cache_clear()
+    source = make_source("llama", intermediate_size=30)
+    model = rotated(source, RotationConfig(r1=False, r2=False, r4=True, block_size=2))
+    trial._tried.cache_clear()
+    assert model.warnings == []
+    assert error_of(source, model) <= 1e-5
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float16": lambda: default_dtype(torch.float16),
+    "meta": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("name", ["qwen2", "gemma", "olmo", "opt", "qwen3_moe with a dense layer"])
+def test_defaults_of_the_caller_change_no_finding(name: str, default: str) -> None:
+    source = make_source(name)
+    trial._tried.cache_clear()
+    with DEFAULTS[default]():
+        model = rotated(source, RotationConfig(r1=True, r2=True, r3=True, r4=True))
+    assert model.warnings == []
+    token_ids = make_token_ids()
+    assert relative_error(source(token_ids, use_cache=False).logits, logits(model, token_ids)) <= 1e-5
+
+
+def test_trials_of_two_threads_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    within: list[int] = []
+    together = threading.Event()
+
+    def build(*_arguments: Any, **_named: Any) -> Any:
+        within.append(0)
+        if len(within) > 1:
+            together.set()
+        together.wait(0.3)
+        within.pop()
+        raise ValueError("none here")
+
+    monkeypatch.setattr(trial, "build_miniature", build)
+    network = build_network(FAMILIES["llama"].config(rms_norm_eps=6e-5), dtype=torch.float32)
+    tried = trial.Trial(network, find_spec(network), _place_untried)
+    threads = [threading.Thread(target=tried.find, args=(key,)) for key in ("r1", "r2")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    trial._tried.cache_clear()
+    assert not together.is_set()
+
+
+def test_nothing_is_tried_where_nothing_is_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("rotexp.rotation.placement.Trial")
+    rotated(make_source("llama"), RotationConfig(r1=False, r2=False, r3=False, r4=False))
+    with pytest.raises(NameError):
+        rotated(make_source("llama"), only("r2", True))
