@@ -164,8 +164,12 @@ def classes_of(model: nn.Module, spec: ArchSpec, *, num_layers: int) -> dict[str
 
 
 def changed_by_hand(model: nn.Module) -> Iterator[str]:
-    """Yield each module that computes something else than its class, which is all that a miniature has of it."""
+    """Yield each module that computes something else than its class, which is all that a miniature has of it.
+
+    The hooks that transformers sets itself, at a first run, only keep outputs.
+    """
     for name, module in model.named_modules():
-        hooks = module._forward_hooks or module._forward_pre_hooks
-        if hooks or "forward" in vars(module):
-            yield f"{name or 'the model'} has {'a hook' if hooks else 'a forward'} of its own, which was not judged"
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        own = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("transformers.")]
+        if own or "forward" in vars(module):
+            yield f"{name or 'the model'} has {'a hook' if own else 'a forward'} of its own, which was not judged"

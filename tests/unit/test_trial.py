@@ -265,6 +265,13 @@ def test_a_module_changed_by_hand_is_warned_of_by_name(kind: str) -> None:
     ]
 
 
+def test_hooks_of_transformers_that_keep_outputs_are_nobodys_change() -> None:
+    source = make_source("mixtral", output_router_logits=True)
+    source(make_token_ids(), use_cache=False)
+    assert any(module._forward_hooks for module in source.modules())
+    assert rotated(source, only("r2", True)).warnings == []
+
+
 def test_a_model_that_cannot_run_at_all_is_refused_in_one_line() -> None:
     source = make_source("llama", return_dict=False)
     said = r"rotated or not \(AttributeError: 'tuple' object has no attribute '\w+'\); correct its config, or choose "
