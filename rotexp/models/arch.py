@@ -274,9 +274,9 @@ def _check_sizes(model: nn.Module) -> None:
     for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
         try:
             value = getattr(config, name, None)
-        except RuntimeError as error:  # transformers' own kind, where a config holds one for each layer
-            reason = str(error).partition(". ")[0]
-            raise ValueError(f"model_type={kind}: {reason}; such models are not supported") from None
+        except RuntimeError:  # transformers' own kind, where a config holds one for each layer
+            refusal = f"model_type={kind}: its layers differ in {name}, which is not supported"
+            raise ValueError(f"{refusal}; choose a model whose layers have equal widths") from None
         if not isinstance(value, (int, type(None))):
             raise ValueError(f"model_type={kind}: {name}={value}: such models are not supported; it must be one number")
 

@@ -41,6 +41,8 @@ from rotexp.models.arch import (
     roles,
 )
 from rotexp.models.arch import FAMILIES as SPECS
+from rotexp.models.hf_config import language_config
+from rotexp.models.structure import build_network
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.merge import merge
 
@@ -322,3 +324,13 @@ def test_heads_of_several_widths_are_refused() -> None:
     model.config.head_dim = [12, 16]
     with pytest.raises(ValueError, match=r"^model_type=opt: head_dim=\[12, 16\]: such models are not supported"):
         find_spec(model)
+
+
+def test_layers_of_several_widths_are_refused_from_python_as_from_a_folder() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6, "vocab_size": 99}
+    config = AutoConfig.for_model("gemma4_text", vocab_size_per_layer_input=99, **sizes)
+    with pytest.raises(ValueError, match="model_type=gemma4_text: its layers differ in head_dim") as refused:
+        find_spec(build_network(config, dtype=torch.float32))
+    with pytest.raises(ValueError, match="model_type=gemma4_text: its layers differ in head_dim") as of_config:
+        language_config(config)
+    assert str(refused.value) == str(of_config.value)
