@@ -114,13 +114,12 @@ def build_miniature(config: Any, *, seed: int) -> Any:
     Raises:
         ValueError: it is not small.
     """
-    with torch.device("cpu"):
-        model = build_network(config, dtype=torch.float64)
+    model = build_network(config, dtype=torch.float64)
     model.set_experts_implementation("eager")  # the other ones have no float64
     size = sum(parameter.numel() for parameter in model.parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"it still has {size} parameters")
-    generator = torch.Generator("cpu").manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -131,7 +130,7 @@ def build_miniature(config: Any, *, seed: int) -> Any:
 
 def _drawn(name: str, shape: torch.Size, *, generator: torch.Generator) -> torch.Tensor:
     """Draw a parameter: gains around one, and biases and weights that keep the scale of what passes them."""
-    values = torch.empty(shape, dtype=torch.float64, device="cpu")
+    values = torch.empty(shape, dtype=torch.float64)
     if name == "bias":
         return values.normal_(std=0.5, generator=generator)
     if len(shape) < 2:

@@ -259,7 +259,7 @@ def _first_fault(before: Trace, after: Trace, model: nn.Module, spec: ArchSpec) 
 
 
 def _token_ids(vocabulary: int) -> Tensor:
-    return torch.randint(vocabulary, (2, 8), generator=torch.Generator().manual_seed(2), device="cpu")
+    return torch.randint(vocabulary, (2, 8), generator=torch.Generator().manual_seed(2))
 
 
 class _Widened(TorchFunctionMode):
