@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import typing
 from collections.abc import Iterator
@@ -99,7 +100,7 @@ class Case:
             return family.config()
         names = {field.name for field in dataclasses.fields(type(family.config()))}
         others = {name: value for name, value in COMPANIONS.get(self.flag, {}).items() if name in names}
-        return family.config(**others | {self.flag: self.value})
+        return family.config(**others | {self.flag: copy.deepcopy(self.value)})  # Phi-3's changes what it is given
 
 
 def _by_type() -> dict[str, Family]:
