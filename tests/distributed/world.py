@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def run_world(function: Callable[..., Any], *arguments: Any, world_size: int, fo
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     until = time.monotonic() + TIMEOUT_SECONDS
-    places = [_place(rank) for rank in range(world_size)]
+    places = [PLACES.get(rank) or PLACES.setdefault(rank, Place(rank)) for rank in range(world_size)]
     try:
         for rank, place in enumerate(places):
             variables = os.environ | _variables(rank, world_size, port)
@@ -50,11 +49,11 @@ def run_world(function: Callable[..., Any], *arguments: Any, world_size: int, fo
         codes = [place.wait(until - time.monotonic()) for place in places]
     finally:
         if any(place.busy for place in places):
-            for place in places:
-                place.kill()
-            _place.cache_clear()
-    outputs = [(folder / f"output-{rank}.txt").read_text()[-3000:] for rank in range(world_size)]
-    assert codes == [0] * world_size, "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(outputs))
+            for rank in range(world_size):
+                PLACES.pop(rank).kill()
+    outputs = [_output(folder, rank).read_text()[-3000:] for rank in range(world_size)]
+    ends = [f"rank {rank} ended with {codes[rank]}: {text}" for rank, text in enumerate(outputs)]
+    assert codes == [0] * world_size, "\n".join(ends)
     return [pickle.loads((folder / f"result-{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
 
@@ -98,7 +97,12 @@ class Place:
         self._process.communicate()
 
 
-_place = cache(Place)
+PLACES: dict[int, Place] = {}
+"""Those that there are, by rank."""
+
+
+def _output(folder: Path, rank: int) -> Path:
+    return folder / f"output-{rank}.txt"
 
 
 def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -143,7 +147,7 @@ def _be_rank(module: str, name: str, arguments: tuple[Any, ...], folder: Path, v
     os.environ.clear()
     os.environ.update(variables)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    output = os.open(folder / f"output-{variables['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    output = os.open(_output(folder, int(variables["RANK"])), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     np.random.seed()  # as a process of its own would begin
