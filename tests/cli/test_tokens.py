@@ -1,6 +1,7 @@
 """Every token of a text must have a row in the embedding, wherever it stands; a doubtful tokenizer is said."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import hydra
 import pytest
+from run_train import run_train
 
 from rotexp import inputs
 from rotexp.command_line import register
@@ -99,7 +101,9 @@ def test_a_tokenizer_with_few_tokens_for_the_embedding_is_said(opened: Open, fol
     assert opened("model=random_llama", "model.size=1b", "model.path=null").warnings == ()
 
 
-def test_a_tokenizer_that_does_not_know_most_of_a_text_is_said(opened: Open, folder: Path) -> None:
+@pytest.fixture
+def ignorant(folder: Path) -> Path:
+    """The checkpoint with a tokenizer that knows two words of English."""
     words = {"<unk>": 0, "the": 1, "of": 2} | {f"word{index}": index for index in range(3, 2000)}
     tokenizer = {
         "version": "1.0",
@@ -110,12 +114,40 @@ def test_a_tokenizer_that_does_not_know_most_of_a_text_is_said(opened: Open, fol
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(described), encoding="utf-8")
+    return folder
+
+
+def test_a_tokenizer_that_does_not_know_most_of_a_text_is_said(opened: Open, ignorant: Path) -> None:
     inputs = opened()
     share = (inputs.calibration == 0).mean()
     assert 0.8 < share < 1
     start = f"data.calibration: {share:.0%} of its tokens are '<unk>', for what the tokenizer does not know; is it "
     assert inputs.warnings[0].startswith(start)
     assert [warning.partition(":")[0] for warning in inputs.warnings] == ["data.calibration", "data.evaluation"]
+
+
+@pytest.mark.slow
+def test_a_run_and_an_evaluation_tell_people_so(
+    small: list[str],
+    ignorant: Path,
+    own_logging: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    changed = ("model.path", "train.steps", "evaluation.max_windows")
+    kept = [given for given in small if not given.startswith(changed)]
+    own = [f"model.path={ignorant}", "evaluation.max_windows=1"]
+    run = run_train(tmp_path / "run", *kept, *own, "train.steps=0", "tracker=jsonl")
+    assert run.code == 0
+    measured = [given for given in kept if not given.startswith("launch")]
+    monkeypatch.setattr(sys, "argv", ["rotexp", *measured, *own])
+    with pytest.raises(SystemExit) as end:
+        evaluate()
+    assert end.value.code == 0
+    for output in (run.output, capsys.readouterr().out):
+        for name in ("calibration", "evaluation"):
+            assert re.search(rf"warning: data\.{name}: \d\d% of its tokens are '<unk>', for what", output)
 
 
 @pytest.mark.parametrize("entry", [train, evaluate])
