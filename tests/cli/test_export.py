@@ -1,6 +1,7 @@
 """The export from the outside: what it writes plain transformers reads; what it cannot write it refuses in one line."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -433,15 +434,22 @@ def test_an_export_that_ends_in_the_middle_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("value", "code", "reason"),
+    [
+        (3e38, 1, "rotexp: the export failed: invariance: rotating changed the float model's logits by "),
+        (math.nan, 2, "model.layers.0.mlp.up_proj.weight in model.safetensors holds nan (row 0); "),
+    ],
+)
 def test_weights_that_changed_since_the_run_still_make_a_true_export_or_none(
-    broken: Path, checkpoint: Path, tmp_path: Path
+    value: float, code: int, reason: str, broken: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """The proof compares with the source as it is now; a weight that is not a number cannot pass it."""
+    """The proof compares with the source as it is now; what is not a number is refused as it is read."""
     from safetensors.torch import save_file
 
     source = shutil.copytree(checkpoint, tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = value
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     file = broken / "config.resolved.yaml"
     file.write_text(file.read_text(encoding="utf-8").replace(str(checkpoint), str(source)), encoding="utf-8")
@@ -451,8 +459,8 @@ def test_weights_that_changed_since_the_run_still_make_a_true_export_or_none(
         broken / "rotations.safetensors", given.matrices, placements=given.placements or {}, online={}, facts=facts
     )
     export = run_export(broken, tmp_path / "export")
-    assert (export.code, export.output) == (1, "")
-    assert "rotexp: the export failed: invariance: rotating changed the float model's logits by nan" in export.errors
+    assert (export.code, export.output) == (code, "")
+    assert reason in export.errors
     assert not export.folder.exists()
 
 
