@@ -9,7 +9,8 @@ import pytest
 import torch
 from families import SHAPE, from_config
 from flags import ROW
-from test_flags import Row, check, parts_of
+from test_flags import EXACT, Row, outcome
+from test_flags import PLACED as PLACEMENTS
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rotexp.models.arch import find_spec
@@ -80,5 +81,22 @@ def test_a_causal_model_is_refused_or_stays_what_it_is(kind: str, record_propert
         assert "\n" not in refusal
         assert kind not in PLACED
         return
-    source = from_config(network.config)
-    check(source, names=parts_of(source), record=record_property)
+    check(from_config(network.config), record=record_property)
+
+
+def check(source: Any, *, record: Row) -> None:
+    """Check that every rotation acts and changes nothing, or is refused or left out by the name of a part."""
+    names = parts_of(source)
+    for column, rotation in PLACEMENTS.items():
+        error, said = outcome(source, rotation)
+        record(column, "refused" if error is None else error)
+        for text in said:
+            record("said", text.rpartition(f"model_type={source.config.model_type}: ")[2].partition("; set ")[0])
+            assert any(name in text for name in names), text
+        assert error is None or error <= EXACT, (column, error, said)
+
+
+def parts_of(source: Any) -> list[str]:
+    """Return what a refusal may name: norms, the embedding, and the model's class."""
+    names = {name.rpartition(".")[2] for name, _ in source.named_modules()}
+    return [type(source).__name__, *(name for name in names if "norm" in name or "embed" in name)]
