@@ -222,7 +222,7 @@ def _prepare(
     start_scales(model)
     state = TrainingState(model, config, communication=communication)
     taught = build(config.objective).distills and config.train.params.weights
-    options: dict[str, Any] = {"device": CPU, "world_size": communication.world_size, "ranks_per_node": None}
+    options: dict[str, Any] = {"device": CPU, "communication": communication, "ranks_per_node": None}
     return state, load_teacher(checkpoint, config, **options) if taught else None
 
 

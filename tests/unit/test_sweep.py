@@ -333,6 +333,13 @@ def signal_later(*numbers: int, when: Callable[[], bool]) -> threading.Thread:
     return thread
 
 
+@pytest.fixture
+def left_behind() -> Callable[[], set[psutil.Process]]:
+    """Return this process's children that it did not have before the test; other tests keep some."""
+    before = set(psutil.Process().children(recursive=True))
+    return lambda: set(psutil.Process().children(recursive=True)) - before
+
+
 SAVING = """
 def save(*_):
         time.sleep(0.5)
@@ -346,7 +353,11 @@ time.sleep(100)
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])
 def test_a_signal_lets_running_jobs_save_and_starts_no_more(
-    number: signal.Signals, code: int, program: Callable[[str], None], tmp_path: Path
+    number: signal.Signals,
+    code: int,
+    program: Callable[[str], None],
+    left_behind: Callable[[], set[psutil.Process]],
+    tmp_path: Path,
 ) -> None:
     program(SAVING)
     folder = tmp_path / "sweep"
@@ -362,16 +373,12 @@ def test_a_signal_lets_running_jobs_save_and_starts_no_more(
     assert interruption.value.exit_code == code
     assert [status for status, _ in statuses(sweep).values()] == ["interrupted", "interrupted", "not started"]
     assert json.loads((folder / "seed-1" / "summary.json").read_text())["saved"] is True
-    assert children() == []
+    assert left_behind() == set()
 
 
-def children() -> list[psutil.Process]:
-    """Return this process's children, but for the one that W&B leaves where another test ran in it."""
-    found = psutil.Process().children(recursive=True)
-    return [child for child in found if child.name() != "wandb-core"]
-
-
-def test_a_second_signal_ends_jobs_that_do_not_listen(program: Callable[[str], None], tmp_path: Path) -> None:
+def test_a_second_signal_ends_jobs_that_do_not_listen(
+    program: Callable[[str], None], left_behind: Callable[[], set[psutil.Process]], tmp_path: Path
+) -> None:
     program("signal.signal(signal.SIGTERM, signal.SIG_IGN); (folder / 'ready').touch(); time.sleep(100)")
     folder = tmp_path / "sweep"
     sender = signal_later(signal.SIGINT, signal.SIGINT, when=(folder / "seed-0" / "ready").exists)
@@ -381,7 +388,7 @@ def test_a_second_signal_ends_jobs_that_do_not_listen(program: Callable[[str], N
         sweep.run(make_jobs(folder, [0]), options=SweepConfig())
     sender.join()
     assert statuses(sweep) == {"seed-0": ("interrupted", "killed by SIGKILL")}
-    assert children() == []
+    assert left_behind() == set()
 
 
 def test_processes_that_a_job_leaves_behind_are_ended(program: Callable[[str], None], tmp_path: Path) -> None:
