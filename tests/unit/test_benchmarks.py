@@ -353,6 +353,7 @@ def test_startup_runs(tmp_path: Path) -> None:
     assert "python -m rotexp.train --help" in commands
 
 
+@pytest.mark.slow
 def test_overhead_runs(tmp_path: Path) -> None:
     output = tmp_path / "overhead.json"
     runs = ["--runs", "rotations, full", "--repetitions", "1"]

