@@ -231,10 +231,11 @@ def _measure_run(run: FinishedRun, measurements: Measurements, device: torch.dev
     from rotexp.models.materialize import materialize
     from rotexp.rebuild import merge_rebuilt, rebuild
     from rotexp.sharding.strategies import precision_policy
+    from rotexp.wording import dtype_name
 
     computed = precision_policy(run.config.sharding).param_dtype or getattr(torch, run.config.model.dtype.name)
     if computed is not torch.float32:
-        sys.stdout.write(f"note: the run computed in {str(computed).split('.')[-1]}, and is measured in float32\n")
+        sys.stdout.write(f"note: the run computed in {dtype_name(computed)}, and is measured in float32\n")
     rebuilt = rebuild(run)
     model = rebuilt.model
     materialize(model.network, rebuilt.checkpoint, device=device, added=model.added)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotexp.config import Config, DataConfig, DataSource
-from rotexp.data.blocks import BlockSampler, TokenBlocks, beginning, cut, unknown_share
+from rotexp.data.blocks import BlockSampler, TokenBlocks, cut, unknown_share
 from rotexp.data.corpora import Corpus, builtin_corpus, cut_to, text_digest, wikitext2_corpus
 from rotexp.data.overlap import PASSAGE, SHORTEST_UNIT, Repetition, repetition
 from rotexp.data.text_files import find_text
@@ -131,7 +131,8 @@ def open_inputs(config: Config) -> Inputs:
         max_blocks=config.evaluation.max_windows,
     )
     BlockSampler(len(calibration), global_batch_size=config.data.global_batch_size, steps=0, seed=0)
-    repeated = repetition(beginning(corpus.evaluation, tokenizer, tokens=evaluation.size), corpus.calibration)
+    scored = tokenizer.decode(evaluation.reshape(-1).tolist(), clean_up_tokenization_spaces=False)
+    repeated = repetition(scored, corpus.calibration)
     protocol = _protocol(config, corpus, evaluation) | {"share_in_calibration": repeated.share}
     blocks = {"calibration": calibration, "evaluation": evaluation}
     warnings += [*_repetition(repeated), *_doubts(blocks, tokenizer, checkpoint, rows=rows)]

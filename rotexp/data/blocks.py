@@ -20,9 +20,6 @@ TokenBlocks = NDArray[np.int64]
 NO_ID = -1
 """Stands for the id of a token that has none: a tokenizer without a token for the unknown may say so."""
 
-SEARCHED_CHARACTERS = 1 << 18
-"""Of a text, in which the place of a token is looked for at a time."""
-
 LONGEST_NAME = 60
 """Characters of a token that are shown."""
 
@@ -89,24 +86,6 @@ def _tokenize_piece(piece: str, tokenizer: Any, *, key: str) -> NDArray[np.int64
     with refused(lambda reason: f"{line} ({reason}); use the model's own tokenizer"), quiet_if_refused():
         ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
         return np.asarray([NO_ID if token_id is None else token_id for token_id in ids], dtype=np.int64)
-
-
-def beginning(text: str, tokenizer: Any, *, tokens: int) -> str:
-    """Return the beginning of a text that its first tokens stand for; all of it where it has no more.
-
-    A slow tokenizer does not tell where its tokens lie: of the last piece the share is taken that its tokens are.
-    """
-    start = 0
-    for piece in pieces(text, longest=SEARCHED_CHARACTERS):
-        with quiet_if_refused():
-            encoding = tokenizer(piece, add_special_tokens=False, verbose=False)
-        found = len(encoding["input_ids"])
-        if found > tokens:
-            span = encoding.token_to_chars(tokens - 1) if encoding.is_fast and tokens else None
-            return text[: start + (len(piece) * tokens // found if span is None else span.end)]
-        tokens -= found
-        start += len(piece)
-    return text
 
 
 def _named(tokenizer: Any, token_id: int) -> str:

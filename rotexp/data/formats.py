@@ -36,14 +36,15 @@ UNPACK = "unpack it, and name the files inside"
 CONVERT_ROWS = "write it as Parquet or JSON Lines, and set data.field"
 SAVE_AS_TEXT = "save its text as UTF-8"
 
+ZLIB = (b"x\x9c", b"x\xda", b"x\x01")
+"""Its first bytes, by level of compression."""
+
 FOREIGN = (
     (b"PK\x03\x04", "a zip archive (or a docx, xlsx, npz or torch file)", UNPACK),
     (b"PK\x05\x06", "an empty zip archive", UNPACK),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd", "decompress it with `zstd -d`"),
     (b"LZIP\x01", "compressed by lzip", "decompress it with `lzip -dk`"),
-    (b"x\x9c", "compressed by zlib", "decompress it with `zlib-flate -uncompress`"),
-    (b"x\xda", "compressed by zlib", "decompress it with `zlib-flate -uncompress`"),
-    (b"x\x01", "compressed by zlib", "decompress it with `zlib-flate -uncompress`"),
+    *((start, "compressed by zlib", "decompress it with `zlib-flate -uncompress`") for start in ZLIB),
     (b"\x04\x22\x4d\x18", "compressed by lz4", "decompress it with `lz4 -d`"),
     (b"\xff\x06\x00\x00sNaPpY", "compressed by snappy", "decompress it"),
     (b"\x1f\x9d", "compressed by compress", "decompress it with `gzip -dk`"),

@@ -52,19 +52,6 @@ BETWEEN = {
 """What each rotation acts between."""
 
 Placing = Callable[[nn.Module, ArchSpec, RotationConfig], RotatedModel]
-UNBUILDABLE = (
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    RuntimeError,
-    ImportError,
-    ArithmeticError,
-    AssertionError,
-)
-"""What building or running a model of whose config nothing is known may raise."""
-
 _alone = Lock()
 """Held during a trial: the number of threads is the whole process's."""
 
@@ -143,7 +130,7 @@ def _tried(described: Described, key: str, block_size: int | None) -> Finding:
             fault = _fault(described, config, key, block_size)
         except BrokenModelError as error:
             return Finding(broken=str(error))
-        except UNBUILDABLE as error:
+        except Exception as error:  # of whatever kind its code raises
             return Finding(untried=f"no miniature of it could be run ({reason(error)})")
         flag = None if fault is None else next(_flags(described, config, key, block_size), None)
     if fault is None:
@@ -216,7 +203,7 @@ def _compare(original: Any, described: Described, key: str, block_size: int | No
         try:
             placed = _placed(original, described, key, block_size)
             after = trace(placed, token_ids, rotate=True)
-        except UNBUILDABLE as error:
+        except Exception as error:  # of whatever kind its code raises
             return _Fault(None, reason(error))
     if placed.rms_norms:
         before = Trace(before.logits, [output - output.mean(-1, keepdim=True) for output in before.layers])
@@ -226,7 +213,7 @@ def _compare(original: Any, described: Described, key: str, block_size: int | No
 def _unrotated(original: Any, spec: ArchSpec, token_ids: Tensor) -> Trace:
     try:
         return trace(RotatedModel(original, spec, RotationBank(), Mode()), token_ids, rotate=False)
-    except UNBUILDABLE as error:
+    except Exception as error:  # of whatever kind its code raises
         remedy = "correct its config, or choose another model"
         raise BrokenModelError(f"a miniature of it cannot be run, rotated or not ({reason(error)}); {remedy}") from None
 
@@ -280,7 +267,7 @@ def _flags(described: Described, small: Any, key: str, block_size: int | None) -
         setattr(config, name, value)
         try:
             fault = _fault(described, config, key, block_size)
-        except UNBUILDABLE:
+        except Exception:
             continue
         if fault is None:
             yield f"{name}={getattr(described.config, name)}"

@@ -81,7 +81,7 @@ def _check_name(name: str, value: str | None, *, key: str) -> None:
         remedy = "choose another name"
         if name == "project" and value.count("/") == 1:
             entity, _, project = value.partition("/")
-            remedy = f"set {key.replace('project', 'entity').replace('PROJECT', 'ENTITY')}={entity} {key}={project}"
+            remedy = f"set {key.replace('project', 'entity')}={entity} {key}={project}"
         _check_characters(value, NOT_IN_NAMES, key=key, remedy=remedy)
 
 

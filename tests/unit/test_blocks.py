@@ -9,11 +9,10 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, BatchEncoding
+from transformers import BatchEncoding
 
 from rotexp.data import blocks
-from rotexp.data.blocks import BlockDataset, BlockSampler, beginning, cut, unknown_share
-from rotexp.models import tiny
+from rotexp.data.blocks import BlockDataset, BlockSampler, cut, unknown_share
 
 BLOCKS, BATCH = 11, 4
 
@@ -32,24 +31,6 @@ class Letters:
 
     def convert_ids_to_tokens(self, token_id: int) -> str:
         return chr(token_id)
-
-
-@pytest.mark.parametrize("searched", [50, 1 << 18])
-def test_the_beginning_of_a_text_is_what_its_first_tokens_stand_for(
-    searched: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rotexp.data.blocks.SEARCHED_CHARACTERS", searched)
-    tokenizer = AutoTokenizer.from_pretrained(tiny.FOLDER)
-    text = "A sentence with several words, and 世界 🙂 in it.\n" * 30
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    for tokens in (1, 7, 100, 333, len(ids) - 1, len(ids)):
-        found = beginning(text, tokenizer, tokens=tokens)
-        assert text.startswith(found)
-        assert tokenizer(found, add_special_tokens=False)["input_ids"][:tokens] == ids[:tokens]
-        assert len(found) == pytest.approx(len(tokenizer.decode(ids[:tokens])), abs=1)  # a part of 世 decodes to none
-    assert beginning(text, tokenizer, tokens=10 * len(ids)) == text
-    for tokens in (0, 1, 49, 50, 51, 777):  # a slow one's, of one letter each
-        assert beginning(text, Letters(), tokens=tokens) == text[:tokens]
 
 
 class Failing:
