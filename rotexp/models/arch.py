@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from rotexp.models.hf_config import require_equal_layers
 from rotexp.models.sharing import share_memory
 
 
@@ -271,12 +272,9 @@ def _check_experts(model: nn.Module, spec: ArchSpec) -> None:
 def _check_sizes(model: nn.Module) -> None:
     """Refuse a model whose layers differ in the width of the stream or of heads."""
     config, kind = _config(model), model_type(model)
+    require_equal_layers(config)
     for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-        try:
-            value = getattr(config, name, None)
-        except RuntimeError:  # transformers' own kind, where a config holds one for each layer
-            refusal = f"model_type={kind}: its layers differ in {name}, which is not supported"
-            raise ValueError(f"{refusal}; choose a model whose layers have equal widths") from None
+        value = getattr(config, name, None)
         if not isinstance(value, (int, type(None))):
             raise ValueError(f"model_type={kind}: {name}={value}: such models are not supported; it must be one number")
 

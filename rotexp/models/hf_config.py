@@ -69,7 +69,7 @@ def language_config(config: Any) -> Any:
             f"choose a decoder-only model"
         )
     _require_sizes(text)
-    _require_equal_layers(text)
+    require_equal_layers(text)
     return text
 
 
@@ -81,8 +81,12 @@ def _require_sizes(config: Any) -> None:
             raise ValueError(f"model_type={config.model_type}: {name}={size} must be at least 1; correct its config")
 
 
-def _require_equal_layers(config: Any) -> None:
-    """Refuse layers of several widths: transformers gives none for the whole model then, and rotations ask for one."""
+def require_equal_layers(config: Any) -> None:
+    """Refuse layers of several widths: transformers gives none for the whole model then, and rotations ask for one.
+
+    Raises:
+        ValueError: they differ; the model's type is named.
+    """
     differing = sorted(set(WIDTHS) & set(getattr(config, "per_layer_attributes", None) or ()))
     if differing:
         raise ValueError(
