@@ -12,8 +12,8 @@ from torch import Tensor
 from benchmarks import facts, flops, peers
 from benchmarks.timing import Spread, interleave, paired_ratios, spread
 from rotexp.optim.cayley_sgd import CayleySGD
-from rotexp.optim.linear_systems import LARGEST_BATCHED_ORDER
-from rotexp.rotation.hadamard import random_orthogonal
+from rotexp.orthogonal.hadamard import random_orthogonal
+from rotexp.orthogonal.linear_systems import LARGEST_BATCHED_ORDER
 
 SETS = {
     "576² + 30 × 64²": ((576, 1), (64, 30)),

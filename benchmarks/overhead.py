@@ -96,8 +96,8 @@ def clocked() -> Iterator[Clock]:
 
 def run_rank(overrides: Sequence[str], folder: Path) -> None:
     """Train as the rank that the environment says this process is, and leave its shares in the folder."""
-    from rotexp.inputs import open_inputs
     from rotexp.launch.rank import run_rank
+    from rotexp.run.inputs import open_inputs
 
     config = _compose([*SHORT, *EVERY_STEP, *overrides])
     with clocked() as clock:
@@ -122,8 +122,8 @@ def _quartiles(values: Sequence[float]) -> dict[str, float]:
 def _compose(overrides: list[str]) -> Any:
     from hydra import compose, initialize_config_module
 
-    from rotexp.command_line import register
-    from rotexp.compose import to_config
+    from rotexp.config.composition import to_config
+    from rotexp.launch.command_line import register
 
     register()
     with initialize_config_module("rotexp.conf", version_base="1.3"):

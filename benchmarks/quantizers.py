@@ -12,9 +12,9 @@ from torch import Tensor
 from benchmarks import facts
 from benchmarks.step import synchronizer
 from benchmarks.timing import Spread, interleave, paired_ratios, repeat, spread
+from rotexp.orthogonal.hadamard import HadamardTransform, random_hadamard
 from rotexp.quant.fake import FakeQuantizer, search_clip_ratios
 from rotexp.quant.spec import QuantSpec
-from rotexp.rotation.hadamard import HadamardTransform, random_hadamard
 
 COPY = "copy"
 

@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks import facts
 from benchmarks.variants import QUANTIZERS, RANDOM_SIZES
-from rotexp.config import (
+from rotexp.config.schema import (
     MINIMUM_WORLD,
     CayleySGDConfig,
     Config,
@@ -34,21 +34,21 @@ from rotexp.config import (
     Trainable,
     TrainConfig,
 )
+from rotexp.config.targets import build
 from rotexp.metrics.memory import GIB, peaks, reset_peaks
 from rotexp.metrics.static_memory import StaticBytes, predict
 from rotexp.models.arch import find_spec
-from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.load import build_model, open_checkpoint
 from rotexp.models.materialize import materialize
-from rotexp.rotation.divided import Division, dividing, may_divide
+from rotexp.models.stored_model import StoredModel
 from rotexp.rotation.merge import prepare
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.own_rows.division import Division, dividing, may_divide
 from rotexp.rotation.placement import place
 from rotexp.rotation.trainable import start_scales, train_also
 from rotexp.sharding.communication import Communication
-from rotexp.sharding.shards import local_rows
+from rotexp.sharding.local_rows import local_rows
 from rotexp.sharding.strategies import shard
-from rotexp.targets import build
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.objectives import Teacher
 from rotexp.training.state import TrainingState
@@ -142,7 +142,7 @@ def _result(place: Path, rank: int) -> Path:
     return place / f"rank-{rank}.json"
 
 
-def measure_rank(checkpoint: Checkpoint, config: Config, *, tokens: int) -> dict[str, Any]:
+def measure_rank(checkpoint: StoredModel, config: Config, *, tokens: int) -> dict[str, Any]:
     """Train as a run does, on one block of random tokens, and compare what this rank holds with the closed forms.
 
     Returns:
@@ -194,7 +194,7 @@ def moments(predicted: StaticBytes) -> dict[str, int]:
     return {moment: size + predicted.best for moment, size in held.items()}
 
 
-def _build(checkpoint: Checkpoint, config: Config) -> RotatedModel:
+def _build(checkpoint: StoredModel, config: Config) -> RotatedModel:
     network = build_model(checkpoint, dtype=getattr(torch, config.model.dtype.name))
     model = place(network, find_spec(network), config.rotation, config.quant, seed=config.seed)
     train_also(model, config.train.params)
@@ -214,7 +214,7 @@ def _shard(model: RotatedModel, config: Config, communication: Communication) ->
 
 
 def _prepare(
-    model: RotatedModel, checkpoint: Checkpoint, config: Config, communication: Communication
+    model: RotatedModel, checkpoint: StoredModel, config: Config, communication: Communication
 ) -> tuple[TrainingState, Teacher | None]:
     """Read the weights, and make what training needs, in the order of a run."""
     materialize(model.network, checkpoint, device=CPU, added=model.added)

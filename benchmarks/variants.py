@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import peers
-from rotexp.config import QuantConfig, RotationConfig
+from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.models.arch import find_spec
 from rotexp.optim.cayley_sgd import CayleySGD
 from rotexp.quant.spec import QuantSpec
@@ -93,7 +93,7 @@ def load_network(workload: Workload) -> nn.Module:
     """Return the workload's Hugging Face model, frozen, untied, with memory of its own."""
     if workload.model != "gguf":
         return random_network(llama_shape(workload.model), dtype=workload.dtype, device=workload.device)
-    from rotexp.config import ModelConfig, ModelSource
+    from rotexp.config.schema import ModelConfig, ModelSource
     from rotexp.models.load import build_model, open_checkpoint
     from rotexp.models.materialize import materialize
 

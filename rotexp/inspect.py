@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from rotexp.command_line import run_command
-from rotexp.compose import to_config
+from rotexp.config.composition import to_config
+from rotexp.launch.command_line import run_command
 
 
 def inspect(composed: DictConfig) -> int:

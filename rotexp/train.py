@@ -8,8 +8,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from rotexp.command_line import run_command
-from rotexp.compose import to_config
+from rotexp.config.composition import to_config
+from rotexp.launch.command_line import run_command
 from rotexp.sweep.outcome import grouped
 from rotexp.sweep.scheduled import is_done
 from rotexp.sweep.sweep import Sweep

@@ -13,7 +13,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from rotexp.launch.outer import adopt
+from rotexp.process.outer import adopt
 from rotexp.sweep.planner import Planner, returned, sweep_of
 
 

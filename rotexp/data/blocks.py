@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from rotexp.data.pieces import pieces
-from rotexp.library_errors import quiet_if_refused, refused
+from rotexp.data.chunks import pieces
+from rotexp.errors.library import quiet_if_refused, refused
 
 TokenBlocks = NDArray[np.int64]
 """Token ids: (blocks, tokens)."""

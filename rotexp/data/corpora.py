@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from rotexp.data.overlap import spelling_digest
-from rotexp.library_errors import refused
+from rotexp.errors.library import refused
 
 # Tests and vendored or generated code: their docstrings are labels, tables or copies rather than prose.
 EXCLUDED_FOLDERS = frozenset(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rotexp.data.pieces import pieces
+from rotexp.data.chunks import pieces
 
 PASSAGE = 256
 """Shortest run of letters that counts as repeated wherever it begins: about 50 words of English. A power of two."""

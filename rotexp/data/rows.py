@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from rotexp.data.formats import Format
-from rotexp.library_errors import refused
+from rotexp.errors.library import refused
 
 ROWS_AT_ONCE = 1024
 SHOWN_FIELDS = 12

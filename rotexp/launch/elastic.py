@@ -22,19 +22,17 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from rotexp.config import Config
-from rotexp.folders import write_atomically
-from rotexp.inputs import Inputs
-from rotexp.launch.ending import DONE, FAILED, out_of_time, record_end
-from rotexp.launch.outer import adopt, is_first
+from rotexp.config.schema import Config
+from rotexp.files.folders import write_atomically
+from rotexp.files.reading import read_json
+from rotexp.launch.ending import out_of_time, record_end
 from rotexp.launch.rank import run_rank
 from rotexp.launch.stopping import RankSignals, listen_as_rank
-from rotexp.reading import read_json
-from rotexp.signals import SAVING, Interrupted, StopRequest, end_with_parent, interruptible
-from rotexp.tracking.files import readable_summary
-
-REFUSED, INTERRUPTED = 2, (130, 143)
-"""Exit codes of a rank."""
+from rotexp.process.exit_codes import DONE, FAILED, INTERRUPTED, TERMINATED, WRONG_REQUEST, leave_at_once
+from rotexp.process.outer import adopt, is_first
+from rotexp.process.signals import SAVING, Interrupted, StopRequest, end_with_parent, interruptible
+from rotexp.run.inputs import Inputs
+from rotexp.runfolder.records import readable_summary
 
 FROM_SLURM = "slurm"
 """The `launch.rdzv_endpoint` that SLURM's variables say."""
@@ -111,7 +109,7 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
                     record_end(folder, "failed", message)
                 else:
                     sys.stderr.write(f"rotexp: {message}\n")
-            return failure.exitcode if failure.exitcode in (REFUSED, *INTERRUPTED) else FAILED
+            return failure.exitcode if failure.exitcode in (WRONG_REQUEST, INTERRUPTED, TERMINATED) else FAILED
         except RendezvousError as error:
             where = f"launch.rdzv_endpoint={config.launch.rdzv_endpoint}"
             remedy = f"start the command on {config.launch.nnodes} nodes that reach it"
@@ -134,7 +132,7 @@ def _interruption(
     """
     code = error.get_first_failure()[1].exitcode
     if not signals.came:
-        return Interrupted(signal.SIGTERM) if code in INTERRUPTED else None
+        return Interrupted(signal.SIGTERM) if code in (INTERRUPTED, TERMINATED) else None
     if signals.late or signal.SIGINT in signals.came:
         return out_of_time(signals.came, config, folder)
     orderly = {Interrupted(signal.SIGTERM).exit_code, *(-number for number in signals.came)}
@@ -187,13 +185,11 @@ def _run_as_part(run: Callable[..., int], config: Config, inputs: Inputs, folder
     except Interrupted as interruption:
         code = interruption.exit_code
     except ValueError as error:
-        code = REFUSED
+        code = WRONG_REQUEST
         if is_first():
             sys.stderr.write(f"rotexp: {' '.join(str(error).split())}\n")
-    sys.stdout.flush()
-    sys.stderr.flush()
     if code:
-        os._exit(code)
+        leave_at_once(code)
     _leave_done()
 
 
@@ -208,13 +204,13 @@ def _run_recorded(config: Config, inputs: Inputs, folder: Path, failures: Path) 
             listen_as_rank(failures)
             run_rank(config, inputs, folder, stop=stop)
     except Interrupted as interruption:
-        os._exit(interruption.exit_code)  # the parent says what happened
+        leave_at_once(interruption.exit_code)  # the parent says what happened
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".removeprefix("PhaseError: ")
         record = {"time": time.time_ns(), "rank": int(os.environ["RANK"]), "reason": reason}
         write_atomically(failures / f"{record['rank']}.json", json.dumps(record))  # whole, although it may be killed
         time.sleep(LINGER_SECONDS)
-        os._exit(1)
+        leave_at_once(FAILED)
     _leave_done()
 
 

@@ -8,16 +8,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rotexp.checkpoint_folder import find_checkpoint
-from rotexp.compose import resolved_yaml
-from rotexp.config import Config
-from rotexp.folders import write_atomically
-from rotexp.launch.outer import is_first
-from rotexp.library_errors import is_out_of_memory
-from rotexp.signals import Interrupted, StopRequest
-from rotexp.tracking.files import CONFIG_FILE, readable_summary, write_summary
-
-DONE, FAILED = 0, 1
+from rotexp.config.composition import resolved_yaml
+from rotexp.config.schema import Config
+from rotexp.errors.library import is_out_of_memory
+from rotexp.files.folders import write_atomically
+from rotexp.process.exit_codes import DONE, FAILED, leave_at_once
+from rotexp.process.outer import is_first
+from rotexp.process.signals import Interrupted, StopRequest
+from rotexp.runfolder.checkpoint_folders import find_checkpoint
+from rotexp.runfolder.layout import CONFIG_FILE
+from rotexp.runfolder.records import readable_summary, write_summary
 
 
 def recorded(config: Config, folder: Path, run: Callable[[], None], *, stop: StopRequest) -> int:
@@ -96,5 +96,4 @@ class LastResort:
             sys.stderr.write(f"rotexp: {interruption}\n")
         else:
             record_end(self.folder, "interrupted", str(interruption))
-        sys.stderr.flush()
-        os._exit(interruption.exit_code)
+        leave_at_once(interruption.exit_code)

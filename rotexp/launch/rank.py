@@ -18,10 +18,10 @@ from accelerate.utils import (
     set_seed,
 )
 
-from rotexp.config import Config
-from rotexp.experiment import Experiment
-from rotexp.inputs import Inputs
-from rotexp.signals import StopRequest, interruptible
+from rotexp.config.schema import Config
+from rotexp.process.signals import StopRequest, interruptible
+from rotexp.run.experiment import Experiment
+from rotexp.run.inputs import Inputs
 from rotexp.training.batches import accumulation_steps
 
 

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rotexp.config import MINIMUM_WORLD, Config, LaunchKind, SyncMode
-from rotexp.folders import claimed
+from rotexp.config.schema import MINIMUM_WORLD, Config, LaunchKind, SyncMode
+from rotexp.config.validation import validate_world
+from rotexp.files.folders import claimed
 from rotexp.launch.ending import LastResort, recorded
-from rotexp.launch.outer import adopt, is_first
-from rotexp.resumption import Resumption, check_model, find_resumption
-from rotexp.signals import StopRequest, interruptible, watched
-from rotexp.validation import validate_world
+from rotexp.process.outer import adopt, is_first
+from rotexp.process.signals import StopRequest, interruptible, watched
+from rotexp.run.beginning import Beginning, check_model, find_beginning
 
 
 def start(config: Config, folder: Path) -> int:
@@ -31,12 +31,12 @@ def start(config: Config, folder: Path) -> int:
         world_size = int(adopted["WORLD_SIZE"]) if adopted else choose_world_size(config)
         validate_world(config, world_size=world_size)
         check_machine(config)
-        resumption = find_resumption(config, folder) if adopted is None else Resumption()
-        from rotexp.inputs import open_inputs
+        beginning = find_beginning(config, folder) if adopted is None else Beginning()
         from rotexp.models.load import resolve_model
+        from rotexp.run.inputs import open_inputs
 
         inputs = open_inputs(config)
-        check_model(resumption, inputs.checkpoint.identity)
+        check_model(beginning, inputs.checkpoint.identity)
         config = replace(config, model=resolve_model(config.model, inputs.checkpoint))
         if adopted is not None:
             return _run_adopted(config, inputs, folder, adopted, stop=stop, last_resort=last_resort)
@@ -45,7 +45,7 @@ def start(config: Config, folder: Path) -> int:
 
             return run_node(config, inputs, folder, nproc=world_size // config.launch.nnodes, run=_run_adopted)
         with claimed(folder, key="hydra.run.dir"):
-            inputs = replace(inputs, resumption=find_resumption(config, folder))  # as it is now that it is ours
+            inputs = replace(inputs, beginning=find_beginning(config, folder))  # as it is now that it is ours
             last_resort.folder = folder
             run = partial(_run, config, inputs, folder, world_size=world_size, stop=stop)
             return recorded(config, folder, run, stop=stop)
@@ -86,12 +86,12 @@ def check_machine(config: Config) -> None:
 
 def _check_torch(config: Config) -> None:
     if config.sync_mode.mode is not SyncMode.off:
-        from rotexp.sync.guard import check_torch
+        from rotexp.sharding.guard import check_torch
 
         check_torch(config.sync_mode.mode)
     strategy = config.sharding.strategy
     if not strategy.keeps_weights_whole:
-        from rotexp.sync.internals import DIVISION, TESTED, check_internals
+        from rotexp.sharding.fsdp_internals import DIVISION, TESTED, check_internals
 
         remedy = f"use sharding=no_shard, or torch {TESTED}, which is tested"
         check_internals(DIVISION, key=f"sharding={strategy.name}", remedy=remedy)
@@ -130,24 +130,24 @@ def _run_adopted(
 
     accelerator = open_accelerator(config)
     with ExitStack() as held:
-        place = _claim(config, inputs, folder, held) if is_first() else (folder, Resumption(), "")
-        shared, resumption, refusal = broadcast_object_list([*place])
+        place = _claim(config, inputs, folder, held) if is_first() else (folder, Beginning(), "")
+        shared, beginning, refusal = broadcast_object_list([*place])
         if refusal:
             raise ValueError(refusal)
 
         if last_resort is not None:
             last_resort.folder = shared
-        inputs = replace(inputs, resumption=resumption)
+        inputs = replace(inputs, beginning=beginning)
         run = partial(run_rank, config, inputs, shared, accelerator=accelerator, stop=stop)
         return recorded(config, shared, run, stop=stop)
 
 
-def _claim(config: Config, inputs: Any, folder: Path, held: ExitStack) -> tuple[Path, Resumption, str]:
+def _claim(config: Config, inputs: Any, folder: Path, held: ExitStack) -> tuple[Path, Beginning, str]:
     """Hold the folder; return it, where the run begins, and why not, which every rank must hear of."""
     try:
         held.enter_context(claimed(folder, key="hydra.run.dir"))
-        resumption = find_resumption(config, folder)
-        check_model(resumption, inputs.checkpoint.identity)
+        beginning = find_beginning(config, folder)
+        check_model(beginning, inputs.checkpoint.identity)
     except ValueError as error:
-        return folder.resolve(), Resumption(), str(error)
-    return folder.resolve(), resumption, ""
+        return folder.resolve(), Beginning(), str(error)
+    return folder.resolve(), beginning, ""

@@ -14,9 +14,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from rotexp.config import Config
+from rotexp.config.schema import Config
 from rotexp.launch.ending import LastResort
-from rotexp.signals import ENDING, Interrupted, StopRequest, watched
+from rotexp.process.signals import ENDING, Interrupted, StopRequest, watched
 
 SECONDS_AFTER_SIGINT = 5.0
 """How long ranks may take after SIGINT, at which they do not save; a second one ends the wait."""

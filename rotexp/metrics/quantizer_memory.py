@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rotexp.config import Config
+from rotexp.config.schema import Config
+from rotexp.config.targets import build
+from rotexp.config.validation import mesh_sizes
 from rotexp.quant.fake import FakeQuantizer
-from rotexp.rotation.divided import ShardedOver, may_divide, will_divide
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.own_rows.division import ShardedOver, may_divide, will_divide
 from rotexp.sharding.strategies import is_split, precision_policy
-from rotexp.targets import build
-from rotexp.validation import mesh_sizes
 
 FP32_BYTES = 4
 GRID = 3

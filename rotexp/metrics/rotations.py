@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotexp.optim.stiefel import orthogonality_error
+from rotexp.orthogonal.stiefel import orthogonality_error
 
 
 @torch.no_grad()

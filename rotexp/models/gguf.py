@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rotexp.library_errors import refused
-from rotexp.models.checkpoint import Shape
+from rotexp.errors.library import refused
+from rotexp.errors.wording import few
+from rotexp.models.stored_model import Shape
 from rotexp.models.weight_files import why_unreadable
-from rotexp.wording import few
 
 EXACT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """ggml types of tensors that were not quantized."""

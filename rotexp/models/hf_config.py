@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rotexp.library_errors import refused
-from rotexp.reading import UnreadableError, lost_target, read_json
+from rotexp.errors.library import refused
+from rotexp.files.reading import UnreadableError, lost_target, read_json
 
 CONFIG_FILE = "config.json"
 """What tells a Hugging Face model's structure."""

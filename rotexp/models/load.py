@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotexp.compose import whole_path
-from rotexp.config import ModelConfig, ModelDtype, ModelSource
-from rotexp.library_errors import quiet_if_refused
+from rotexp.config.composition import whole_path
+from rotexp.config.schema import ModelConfig, ModelDtype, ModelSource
+from rotexp.errors.library import quiet_if_refused
+from rotexp.errors.wording import dtype_name
+from rotexp.files.reading import lost_target
 from rotexp.models import tiny
 from rotexp.models.arch import ArchSpec, embedding_name, head_name, tie
-from rotexp.models.checkpoint import Checkpoint, RandomWeights, Source, Weights
 from rotexp.models.gguf import open_gguf, read_gguf_config, require_packages
 from rotexp.models.hf_config import CONFIG_FILE, REMEDY, read_config
 from rotexp.models.hub import fetch_description, fetch_weights
+from rotexp.models.stored_model import RandomWeights, Source, StoredModel, Weights
 from rotexp.models.structure import Structure, build_network, fit, read_structure
 from rotexp.models.weight_folder import file_weights, folder_weights, is_weights, require_model
-from rotexp.reading import lost_target
-from rotexp.wording import dtype_name
 
 
 def _shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
@@ -49,7 +49,7 @@ RANDOM_SIZES = {
 """Shapes of `model=random_llama`, those of SmolLM2 (135m, 360m) and Llama 3 (1b to 70b)."""
 
 
-def open_checkpoint(model: ModelConfig, *, seed: int) -> Checkpoint:
+def open_checkpoint(model: ModelConfig, *, seed: int) -> StoredModel:
     """Find the model, read its config and its tensors' names, and check that they fit.
 
     Raises:
@@ -58,12 +58,12 @@ def open_checkpoint(model: ModelConfig, *, seed: int) -> Checkpoint:
     found, structure = _describe(model)
     if model.source is ModelSource.random:
         drawn = RandomWeights(structure.shapes, seed)
-        return Checkpoint(found.identity, structure.config, drawn, str(found.tokenizer))
+        return StoredModel(found.identity, structure.config, drawn, str(found.tokenizer))
     weights = _weights(found, structure)
     return fit(structure, weights, identity=found.identity, tokenizer=found.tokenizer, revision=found.revision)
 
 
-def open_structure(model: ModelConfig) -> Checkpoint:
+def open_structure(model: ModelConfig) -> StoredModel:
     """Find the model and read its config only; the checkpoint it returns has no weights.
 
     Raises:
@@ -72,10 +72,10 @@ def open_structure(model: ModelConfig) -> Checkpoint:
     found, structure = _describe(model)
     aliases: dict[str, Source] = {structure.head: structure.embedding} if structure.tied else {}
     weights = RandomWeights({}, seed=0)
-    return Checkpoint(found.identity, structure.config, weights, str(found.tokenizer), found.revision, aliases)
+    return StoredModel(found.identity, structure.config, weights, str(found.tokenizer), found.revision, aliases)
 
 
-def resolve_model(model: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+def resolve_model(model: ModelConfig, checkpoint: StoredModel) -> ModelConfig:
     """Return the request with what opening found, so that a rerun gets the same: whole path, commit, concrete dtype.
 
     Raises:
@@ -85,7 +85,7 @@ def resolve_model(model: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     return replace(model, path=path, revision=checkpoint.revision, dtype=_concrete(model.dtype, checkpoint))
 
 
-def summarize_model(model: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+def summarize_model(model: ModelConfig, checkpoint: StoredModel) -> dict[str, Any]:
     """Return what a run's summary says of its model.
 
     `coarse` counts the parameters that were stored on a grid of each type, `coarse_parameters` names them.
@@ -100,7 +100,7 @@ def summarize_model(model: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any
     }
 
 
-def build_model(checkpoint: Checkpoint, *, dtype: torch.dtype) -> nn.Module:
+def build_model(checkpoint: StoredModel, *, dtype: torch.dtype) -> nn.Module:
     """Build the causal model on the meta device, buffers real, the head tied if the checkpoint has no other for it.
 
     Returns:
@@ -132,7 +132,7 @@ def checkpoint_layers(model: nn.Module, spec: ArchSpec) -> None:
                 setattr(layer, name, 0.0)
 
 
-def _concrete(dtype: ModelDtype, checkpoint: Checkpoint) -> ModelDtype:
+def _concrete(dtype: ModelDtype, checkpoint: StoredModel) -> ModelDtype:
     if dtype is not ModelDtype.auto:
         return dtype
     name = dtype_name(checkpoint.dtype)

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rotexp.errors.wording import dtype_name
 from rotexp.models.arch import is_tied, tie
-from rotexp.models.checkpoint import Checkpoint
+from rotexp.models.stored_model import StoredModel
 from rotexp.sharding.communication import Communication
-from rotexp.sharding.shards import largest_magnitude, local_rows, row_slice
+from rotexp.sharding.local_rows import largest_magnitude, local_rows, row_slice
 from rotexp.sharding.state_dicts import agree
-from rotexp.wording import dtype_name
 
 
 def materialize(
     model: nn.Module,
-    checkpoint: Checkpoint,
+    checkpoint: StoredModel,
     *,
     device: torch.device,
     added: Collection[str] = (),
@@ -52,7 +52,7 @@ def materialize(
 @torch.no_grad()
 def _materialize(
     model: nn.Module,
-    checkpoint: Checkpoint,
+    checkpoint: StoredModel,
     *,
     device: torch.device,
     added: Collection[str],
@@ -73,7 +73,7 @@ def _materialize(
         _check(checkpoint, name, parameter, compute_dtype)
 
 
-def _check(checkpoint: Checkpoint, name: str, parameter: Tensor, compute_dtype: torch.dtype | None) -> None:
+def _check(checkpoint: StoredModel, name: str, parameter: Tensor, compute_dtype: torch.dtype | None) -> None:
     """Raise ValueError if a parameter's rows are not finite where they are held, or where they are computed with."""
     used = {"model.dtype": parameter.dtype}
     if compute_dtype is not None and isinstance(parameter, DTensor):  # FSDP casts what it shards
@@ -98,7 +98,7 @@ def _allocator(device: torch.device) -> Callable[[Tensor], Tensor]:
     return allocate
 
 
-def _fault(checkpoint: Checkpoint, name: str, rows: slice, dtype: torch.dtype, *, key: str) -> str:
+def _fault(checkpoint: StoredModel, name: str, rows: slice, dtype: torch.dtype, *, key: str) -> str:
     """Say which stored tensor does not become finite numbers of a dtype, and why; it is read once more for that."""
     for part, of_part in checkpoint.stored_parts(name, rows):
         values = checkpoint.weights.read(part, of_part)

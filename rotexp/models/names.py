@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from rotexp.models.checkpoint import ExpertStack, Shape, Source
-from rotexp.wording import few
+from rotexp.errors.wording import few
+from rotexp.models.stored_model import ExpertStack, Shape, Source
 
 LANGUAGE_MODEL_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
 """What multimodal checkpoints put before the names of their language model's base, the newest manner first."""

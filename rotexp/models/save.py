@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rotexp.folders import complete_folder
-from rotexp.models.checkpoint import Checkpoint
+from rotexp.errors.wording import dtype_name, few_faults
+from rotexp.files.folders import complete_folder
+from rotexp.files.reading import UnreadableError, read_json
 from rotexp.models.hf_config import QUANTIZED_KEYS
+from rotexp.models.stored_model import StoredModel
 from rotexp.models.tokenizer import tokenizer_files
 from rotexp.models.weight_folder import folder_weights
-from rotexp.reading import UnreadableError, read_json
-from rotexp.wording import dtype_name, few_faults
 
 MANIFEST_FILE = "rotexp_manifest.json"
 CLIP_RATIOS_FILE = "clip_ratios.safetensors"
@@ -194,7 +194,7 @@ def _without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def companions(checkpoint: Checkpoint) -> dict[str, Path]:
+def companions(checkpoint: StoredModel) -> dict[str, Path]:
     """Return what a saved model takes over from its source's folder byte for byte, by the names it has there.
 
     These are the files of the tokenizer and the generation config; there are none where the source is a GGUF file.

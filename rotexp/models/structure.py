@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rotexp.library_errors import refused
+from rotexp.errors.library import refused
+from rotexp.errors.wording import few
 from rotexp.models.arch import find_spec, untie
-from rotexp.models.checkpoint import Checkpoint, Shape, Source, Weights
 from rotexp.models.gguf import GGUFWeights
 from rotexp.models.hf_config import language_config
 from rotexp.models.names import check_names, find_sources, language_tensors, plain_names, stored_shapes
+from rotexp.models.stored_model import Shape, Source, StoredModel, Weights
 from rotexp.models.weight_files import FileWeights
-from rotexp.wording import few
 
 COMPUTED_TENSORS = r"rotary_emb\.inv_freq$"
 """Buffers that old checkpoints of every family carry and models compute; transformers knows of further ones."""
@@ -97,7 +97,7 @@ def fit(
     identity: str,
     tokenizer: Path,
     revision: str | None = None,
-) -> Checkpoint:
+) -> StoredModel:
     """Find every parameter among the weights.
 
     Raises:
@@ -124,7 +124,7 @@ def fit(
         weights.check_dtypes((names[plain] for plain in needed), identity=identity)
     sources = {name: _renamed(source, names) for name, source in sources.items()}
     aliases: dict[str, Source] = {name: source for name, source in sources.items() if source != name}
-    checkpoint = Checkpoint(identity, structure.config, weights, str(tokenizer), revision, aliases)
+    checkpoint = StoredModel(identity, structure.config, weights, str(tokenizer), revision, aliases)
     if structure.tied and _holds_equal(checkpoint, structure.head, structure.embedding, structure.shapes):
         aliases[structure.head] = sources[structure.embedding]
     if isinstance(weights, GGUFWeights):
@@ -136,7 +136,7 @@ def _renamed(source: Source, names: Mapping[str, str]) -> Source:
     return names[source] if isinstance(source, str) else source.renamed(names)
 
 
-def _holds_equal(checkpoint: Checkpoint, name: str, other: str, shapes: dict[str, Shape]) -> bool:
+def _holds_equal(checkpoint: StoredModel, name: str, other: str, shapes: dict[str, Shape]) -> bool:
     """Return whether two parameters have the same values: files of `torch.save` store a tied one twice."""
     if checkpoint.source(name) == checkpoint.source(other):
         return True
@@ -147,7 +147,7 @@ def _holds_equal(checkpoint: Checkpoint, name: str, other: str, shapes: dict[str
     return all(torch.equal(checkpoint.read(name, part), checkpoint.read(other, part)) for part in parts)
 
 
-def _own_dtype(structure: Structure, checkpoint: Checkpoint) -> torch.dtype:
+def _own_dtype(structure: Structure, checkpoint: StoredModel) -> torch.dtype:
     for config in (structure.config, structure.whole):
         stated = getattr(config, "dtype", None)
         dtype = getattr(torch, stated, None) if isinstance(stated, str) else stated

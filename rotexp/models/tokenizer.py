@@ -7,9 +7,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from rotexp.library_errors import quiet_if_refused, refused
-from rotexp.models.checkpoint import Checkpoint
-from rotexp.reading import UnreadableError, read_json, read_text
+from rotexp.errors.library import quiet_if_refused, refused
+from rotexp.files.reading import UnreadableError, read_json, read_text
+from rotexp.models.stored_model import StoredModel
 
 TOKENIZER_PATTERNS = (
     "tokenizer*",
@@ -57,7 +57,7 @@ def _named(folder: Path) -> list[Path]:
     return sorted([*beside, *folder.glob(TEMPLATE_PATTERN)])
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
+def load_tokenizer(checkpoint: StoredModel) -> Any:
     """Return the checkpoint's Hugging Face tokenizer; code that lies beside it is never run.
 
     Raises:

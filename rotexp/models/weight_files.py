@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rotexp.models.checkpoint import Shape
-from rotexp.wording import dtype_name, few
+from rotexp.errors.wording import dtype_name, few
+from rotexp.models.stored_model import Shape
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """What safetensors calls the types in which unquantized weights are stored, and what torch calls them."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
+from rotexp.errors.wording import few
+from rotexp.files.reading import UnreadableError, lost_target, read_json
 from rotexp.models.hf_config import REMEDY
 from rotexp.models.weight_files import FileWeights, PickledWeights, SafetensorsWeights, why_unreadable
-from rotexp.reading import UnreadableError, lost_target, read_json
-from rotexp.wording import few
 
 FILES: dict[str, type[FileWeights]] = {".safetensors": SafetensorsWeights, ".bin": PickledWeights}
 """What reads files of weights that have their config beside them, by suffix."""

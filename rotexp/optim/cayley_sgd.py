@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from rotexp.optim import stiefel
 from rotexp.optim.options import CayleySGDOptions, Solver, StepRule
+from rotexp.orthogonal import stiefel
 
 CONTRACTION = 0.5
 EPSILON = 1e-8

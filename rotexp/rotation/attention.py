@@ -13,8 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rotexp.orthogonal.hadamard import HadamardTransform
 from rotexp.quant.fake import FakeQuantizer
-from rotexp.rotation.hadamard import HadamardTransform
 from rotexp.rotation.mode import Mode
 
 PREFIX = "rotexp_"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotexp.rotation.hadamard import random_hadamard, random_orthogonal
+from rotexp.orthogonal.hadamard import random_hadamard, random_orthogonal
 from rotexp.rotation.products import rotate_columns, rotate_rows
 
 

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rotexp.orthogonal.hadamard import HadamardTransform
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation
-from rotexp.rotation.hadamard import HadamardTransform
 from rotexp.rotation.mode import Mode
-from rotexp.sharding.shards import local_rows
+from rotexp.sharding.local_rows import local_rows
 
 
 class RotatedExperts(nn.Module):

@@ -20,10 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rotexp.optim.stiefel import orthogonality_error, polar_projection
+from rotexp.errors.wording import dtype_name, few_faults
+from rotexp.orthogonal.stiefel import orthogonality_error, polar_projection
 from rotexp.rotation.bank import RotationBank
-from rotexp.sharding.shards import largest_magnitude
-from rotexp.wording import dtype_name, few_faults
+from rotexp.sharding.local_rows import largest_magnitude
 
 ROUNDING = 1e-5
 """Largest max|R Rᵀ − I| of a matrix that is taken bit for bit; float32 rounding stays below it."""

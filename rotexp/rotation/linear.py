@@ -7,16 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rotexp.models.arch import ValueRows
+from rotexp.orthogonal.hadamard import HadamardTransform
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation
-from rotexp.rotation.gathered import DividedWeight
-from rotexp.rotation.hadamard import HadamardTransform
 from rotexp.rotation.mode import Mode
+from rotexp.rotation.own_rows.weight import DividedWeight
 from rotexp.rotation.products import rotate_rows, rotate_weight, rotated_linear
 from rotexp.rotation.shared_input import SharedInput
 from rotexp.rotation.side import LinearShape, Side, Sides, cheapest_sides, weight_sides
-from rotexp.sharding.shards import local_rows
+from rotexp.sharding.local_rows import local_rows
 
 
 class RotatedLinear(nn.Module):

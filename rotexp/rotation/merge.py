@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from rotexp.rotation.model import SCALES, Consumer, RotatedModel
 from rotexp.rotation.norms import fold_norms
-from rotexp.sharding.shards import gathered, reshard, write_rows
+from rotexp.sharding.local_rows import gathered, reshard, write_rows
 
 
 @torch.no_grad()

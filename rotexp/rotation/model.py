@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rotexp.config import RotationConfig, RotationInit
+from rotexp.config.schema import RotationConfig, RotationInit
 from rotexp.models.arch import ArchSpec, decoder_layers, embedding_name, head_name
+from rotexp.orthogonal.hadamard import is_constructible
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.scales import QuantizerScales
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation, RotationBank, draw
 from rotexp.rotation.experts import RotatedExperts
 from rotexp.rotation.file import assign_rotations, load_rotations
-from rotexp.rotation.hadamard import is_constructible
 from rotexp.rotation.hooks import RotatedInput, RotatedOutput
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode

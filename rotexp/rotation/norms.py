@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rotexp.models.arch import ArchSpec, decoder_layers, embedding_name, head_name, model_type, present
-from rotexp.sharding.shards import local_rows, reshard, row_slice, whole
+from rotexp.sharding.local_rows import local_rows, reshard, row_slice, whole
 
 PROBE_TOLERANCE = 1e-4
 """Largest relative difference of a norm from the formula it is taken for (float32, eps neglected)."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from rotexp.config import QuantConfig, RotationConfig
+from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.models.arch import (
     ArchSpec,
     decoder_layers,
@@ -21,12 +21,12 @@ from rotexp.models.arch import (
     untie,
 )
 from rotexp.models.sharing import shared_parameters
+from rotexp.orthogonal.hadamard import HadamardTransform, hadamard_obstacle, largest_block
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.attention import Cache, cache_obstacle, place_cache
 from rotexp.rotation.bank import Rotation, RotationBank
 from rotexp.rotation.experts import RotatedExperts
-from rotexp.rotation.hadamard import HadamardTransform, hadamard_obstacle, largest_block
 from rotexp.rotation.hooks import RotatedInput, RotatedOutput
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotexp.config import QuantConfig, RotationConfig
+from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.models.arch import decoder_layers, find_spec, head_dim, head_name, roles
-from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.load import build_model
+from rotexp.models.stored_model import StoredModel
+from rotexp.orthogonal.hadamard import hadamard_factors, is_constructible
 from rotexp.rotation.experts import RotatedExperts
-from rotexp.rotation.hadamard import hadamard_factors, is_constructible
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.model import Consumer, RotatedModel
 from rotexp.rotation.placement import BANK, place
@@ -70,7 +70,7 @@ class Survey:
     layers: list[tuple[tuple[int, ...], list[ModuleReport]]]
 
 
-def survey(checkpoint: Checkpoint, rotation: RotationConfig, quant: QuantConfig, *, seed: int) -> Survey:
+def survey(checkpoint: StoredModel, rotation: RotationConfig, quant: QuantConfig, *, seed: int) -> Survey:
     """Place each rotation alone, then all that can be placed together.
 
     Raises:
@@ -86,12 +86,12 @@ def survey(checkpoint: Checkpoint, rotation: RotationConfig, quant: QuantConfig,
     return Survey(_facts(checkpoint, placed), reports, ends, _grouped(modules, prefix))
 
 
-def _place(checkpoint: Checkpoint, rotation: RotationConfig, quant: QuantConfig, *, seed: int) -> RotatedModel:
+def _place(checkpoint: StoredModel, rotation: RotationConfig, quant: QuantConfig, *, seed: int) -> RotatedModel:
     network = build_model(checkpoint, dtype=torch.float32)
     return place(network, find_spec(network), rotation, quant, seed=seed)
 
 
-def _report(checkpoint: Checkpoint, rotation: RotationConfig, key: str, *, seed: int) -> RotationReport:
+def _report(checkpoint: StoredModel, rotation: RotationConfig, key: str, *, seed: int) -> RotationReport:
     """Place one rotation alone."""
     name, online = key.upper(), key in ("r3", "r4")
     if getattr(rotation, key) is False:
@@ -110,7 +110,7 @@ def _report(checkpoint: Checkpoint, rotation: RotationConfig, key: str, *, seed:
     return RotationReport(name, "; ".join(["placed", *placed.warnings]), online, ordered, factors)
 
 
-def _facts(checkpoint: Checkpoint, placed: RotatedModel) -> dict[str, Any]:
+def _facts(checkpoint: StoredModel, placed: RotatedModel) -> dict[str, Any]:
     config = checkpoint.config
     return {
         "model": checkpoint.identity,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rotexp.config import RotationConfig, RotationInit
-from rotexp.library_errors import reason
+from rotexp.config.schema import RotationConfig, RotationInit
+from rotexp.errors.library import reason
 from rotexp.models.arch import ArchSpec, decoder_layers, down_widths, model_type
 from rotexp.rotation.bank import RotationBank
 from rotexp.rotation.invariance import Trace, relative_error, trace

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rotexp.sharding.communication import Communication
-from rotexp.sharding.shards import local_rows, row_slice
+from rotexp.sharding.local_rows import local_rows, row_slice
 
 CHUNK_ELEMENTS = 2**22
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

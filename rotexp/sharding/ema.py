@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from rotexp.optim.stiefel import polar_projection
+from rotexp.orthogonal.stiefel import polar_projection
 from rotexp.sharding.communication import Communication
+from rotexp.sharding.local_rows import local_rows, reshard
 from rotexp.sharding.master import ZeRO2Master
-from rotexp.sharding.pieces import Pieces
-from rotexp.sharding.shards import local_rows, reshard
+from rotexp.sharding.split_vector import SplitVector
 
 MASTER = "master"
 """What states call the ZeRO-2 master's shard."""
@@ -97,9 +97,9 @@ class ShardedEMA:
         with torch.no_grad(), self._communication.equal_threads():
             return {name: polar_projection(self._shadows[name]) for name in self._rotations}
 
-    def state(self) -> dict[str, Tensor | Pieces]:
+    def state(self) -> dict[str, Tensor | SplitVector]:
         """Return the shadows and the count of updates, sharded as what they are of, to save and to load in place."""
-        state: dict[str, Tensor | Pieces] = dict(self._shadows)
+        state: dict[str, Tensor | SplitVector] = dict(self._shadows)
         if self._master is not None:
             state[MASTER] = self._master.pieces(self._shadows[MASTER])
         return {**state, NUM_UPDATES: self._num_updates}

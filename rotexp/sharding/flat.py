@@ -7,11 +7,11 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from rotexp.sharding.pieces import Pieces
-from rotexp.sharding.shards import local_rows, row_slice
+from rotexp.sharding.local_rows import local_rows, row_slice
+from rotexp.sharding.split_vector import SplitVector
 
 
-def flattened(tensor: Tensor, *, rows: Tensor | None = None) -> Pieces:
+def flattened(tensor: Tensor, *, rows: Tensor | None = None) -> SplitVector:
     """Return this rank's rows of a sharded tensor, or all of a whole one, sharing their memory.
 
     Args:
@@ -20,10 +20,10 @@ def flattened(tensor: Tensor, *, rows: Tensor | None = None) -> Pieces:
     rows = (local_rows(tensor) if rows is None else rows).detach().reshape(-1)
     width = tensor.numel() // max(1, tensor.shape[0])
     start = row_slice(tensor).start * width
-    return Pieces(tensor.numel(), [start] if len(rows) else [], [rows] if len(rows) else [])
+    return SplitVector(tensor.numel(), [start] if len(rows) else [], [rows] if len(rows) else [])
 
 
-def divided(pieces: Pieces, sizes: Mapping[str, int]) -> dict[str, Pieces]:
+def divided(pieces: SplitVector, sizes: Mapping[str, int]) -> dict[str, SplitVector]:
     """Cut pieces of vectors laid end to end into those of each, by name.
 
     Args:
@@ -33,11 +33,11 @@ def divided(pieces: Pieces, sizes: Mapping[str, int]) -> dict[str, Pieces]:
     return {name: _between(pieces, end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
 
-def _between(pieces: Pieces, start: int, stop: int) -> Pieces:
+def _between(pieces: SplitVector, start: int, stop: int) -> SplitVector:
     offsets, tensors = [], []
     for offset, tensor in zip(pieces.offsets, pieces.tensors, strict=True):
         first, last = max(start, offset), min(stop, offset + len(tensor))
         if first < last:
             offsets.append(first - start)
             tensors.append(tensor[first - offset : last - offset])
-    return Pieces(stop - start, offsets, tensors)
+    return SplitVector(stop - start, offsets, tensors)

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from rotexp.config import require
+from rotexp.errors.requirements import require
 from rotexp.sharding.buckets import Bucket, lay_out
 from rotexp.sharding.communication import Communication
-from rotexp.sharding.pieces import Pieces
 from rotexp.sharding.replicas import compare, copy_first
+from rotexp.sharding.split_vector import SplitVector
 
 LOGGER = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class ZeRO2Master:
                 whole[span.name].view(-1)[span.in_parameter] = values[span.in_bucket].cpu()
         return whole
 
-    def pieces(self, flat: Tensor) -> Pieces:
+    def pieces(self, flat: Tensor) -> SplitVector:
         """Return this rank's pieces of the unpadded vector of all parameters, sharing the memory of `flat`.
 
         Args:
@@ -171,7 +171,7 @@ class ZeRO2Master:
             if offset < self.layout.size:
                 offsets.append(offset)
                 tensors.append(piece[: self.layout.size - offset])
-        return Pieces(self.layout.size, offsets, tensors)
+        return SplitVector(self.layout.size, offsets, tensors)
 
     def _take_gradients(self, index: int, bucket: Bucket) -> Tensor:
         """Return a bucket's gradients of all parts until now, summed in float32, and free them."""

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rotexp.errors.wording import few
 from rotexp.sharding.communication import Communication
-from rotexp.sharding.shards import local_rows
+from rotexp.sharding.local_rows import local_rows
 from rotexp.sharding.state_dicts import collective_device
-from rotexp.wording import few
 
 WORDS = 2**10
 """Numbers of 8 bytes in a row of what is digested."""

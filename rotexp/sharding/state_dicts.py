@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rotexp.errors.wording import few_faults
 from rotexp.sharding.communication import Communication
-from rotexp.sharding.pieces import Pieces
-from rotexp.sharding.shards import write_rows
-from rotexp.wording import few_faults
+from rotexp.sharding.local_rows import write_rows
+from rotexp.sharding.split_vector import SplitVector
 
-State = Mapping[str, Tensor | Pieces]
+State = Mapping[str, Tensor | SplitVector]
 WINDOW = 2**24
 """How many numbers of a vector are moved at once."""
 FAULT_BYTES = 2048
@@ -48,9 +48,9 @@ class Form:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}" if self.dtype else f"{list(self.shape)}"
 
 
-def form(value: Tensor | Pieces) -> Form:
+def form(value: Tensor | SplitVector) -> Form:
     """Return the form of a state's value."""
-    if isinstance(value, Pieces):
+    if isinstance(value, SplitVector):
         return Form((value.size,), value.tensors[0].dtype if value.tensors else None)
     return Form(tuple(value.shape), value.dtype)
 
@@ -66,7 +66,7 @@ def full_state(state: State, *, communication: Communication) -> dict[str, Tenso
     full = {}
     for name in sorted(state):
         value = state[name]
-        if isinstance(value, Pieces):
+        if isinstance(value, SplitVector):
             gathered = _gather_pieces(value, communication=communication)
         elif isinstance(value, DTensor):
             gathered = _gather(value, communication=communication)
@@ -99,7 +99,7 @@ def load_full_state(state: State, full: Mapping[str, Tensor], *, communication: 
     device = collective_device(communication)
     for name in sorted(state):
         value = state[name]
-        if isinstance(value, Pieces):
+        if isinstance(value, SplitVector):
             _spread_pieces(value, full[name] if first else None, communication=communication)
             continue
         whole = torch.empty(value.shape, dtype=value.dtype, device=device)
@@ -169,7 +169,7 @@ def _gather(shard: DTensor, *, communication: Communication) -> Tensor:
     return ranks.all_gather(whole, piece)[: len(shard)]
 
 
-def _gather_pieces(value: Pieces, *, communication: Communication) -> Tensor:
+def _gather_pieces(value: SplitVector, *, communication: Communication) -> Tensor:
     """Return the whole vector in host memory, on rank 0; elsewhere an empty one.
 
     Each window is the maximum of bytes that are alike where ranks hold them and zero elsewhere, so every bit arrives.
@@ -187,7 +187,7 @@ def _gather_pieces(value: Pieces, *, communication: Communication) -> Tensor:
     return torch.cat(windows) if windows else torch.empty(0, dtype=dtype)
 
 
-def _spread_pieces(value: Pieces, whole: Tensor | None, *, communication: Communication) -> None:
+def _spread_pieces(value: SplitVector, whole: Tensor | None, *, communication: Communication) -> None:
     dtype = _agreed_dtype(value, communication=communication)
     device = collective_device(communication)
     for begin in range(0, value.size, WINDOW):
@@ -200,7 +200,7 @@ def _spread_pieces(value: Pieces, whole: Tensor | None, *, communication: Commun
             part.copy_(window[inside])
 
 
-def _overlaps(value: Pieces, begin: int, length: int) -> Iterator[tuple[slice, Tensor]]:
+def _overlaps(value: SplitVector, begin: int, length: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield where in a window of the vector this rank's pieces lie, and those parts of them."""
     for offset, tensor in zip(value.offsets, value.tensors, strict=True):
         start, stop = max(offset, begin), min(offset + len(tensor), begin + length)
@@ -208,7 +208,7 @@ def _overlaps(value: Pieces, begin: int, length: int) -> Iterator[tuple[slice, T
             yield slice(start - begin, stop - begin), tensor[start - offset : stop - offset]
 
 
-def _agreed_dtype(value: Pieces, *, communication: Communication) -> torch.dtype:
+def _agreed_dtype(value: SplitVector, *, communication: Communication) -> torch.dtype:
     """Return the vector's dtype also on a rank that holds no piece of it."""
     index = DTYPES.index(value.tensors[0].dtype) if value.tensors else 0
     number = torch.tensor(index, device=collective_device(communication))

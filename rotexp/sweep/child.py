@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from rotexp.compose import resolved_yaml
-from rotexp.config import Config
-from rotexp.signals import end_with_parent
+from rotexp.config.composition import resolved_yaml
+from rotexp.config.schema import Config
+from rotexp.process.signals import end_with_parent
+from rotexp.runfolder.layout import SUMMARY_FILE
 from rotexp.sweep.outcome import Ending, Job
-from rotexp.tracking.files import SUMMARY_FILE
 
 LOG_FILE = "job.log"
 """Where a job's output goes, in its folder, when several run at once."""

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rotexp.config import MINIMUM_WORLD, Config, LaunchKind
+from rotexp.config.schema import MINIMUM_WORLD, Config, LaunchKind
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

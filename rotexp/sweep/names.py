@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from rotexp.short_names import MARK, marked, plain_text
+from rotexp.tracking.short_names import MARK, marked, plain_text
 
 LONGEST = 100
 """Characters of a name; a longer one is cut, and ends in a digest of the whole."""

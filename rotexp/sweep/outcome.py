@@ -11,13 +11,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rotexp.compose import differences, to_plain
-from rotexp.config import RECORDING, Config, ModelConfig, ModelDtype
-from rotexp.finished_run import read_finished_run
-from rotexp.reading import UnreadableError
-from rotexp.short_names import shortened
-from rotexp.tracking.files import STATUSES, read_summary, readable_summary, write_summary
+from rotexp.config.composition import differences, to_plain
+from rotexp.config.schema import RECORDING, Config, ModelConfig, ModelDtype
+from rotexp.files.reading import UnreadableError
+from rotexp.process.exit_codes import INTERRUPTED, TERMINATED, WRONG_REQUEST
+from rotexp.runfolder.finished_run import read_finished_run
+from rotexp.runfolder.records import STATUSES, read_summary, readable_summary, write_summary
 from rotexp.tracking.limits import LONGEST_NAME
+from rotexp.tracking.short_names import shortened
 
 
 class Status(Enum):
@@ -90,9 +91,8 @@ class Outcome:
         return asdict(self) | {"axes": dict(self.axes), "status": self.status.value} | places
 
 
-REFUSED = 2
-INTERRUPTED = (130, 143, -signal.SIGINT, -signal.SIGTERM)
-"""Exit codes of a process."""
+BY_SIGNAL = (INTERRUPTED, TERMINATED, -signal.SIGINT, -signal.SIGTERM)
+"""Exit codes of a process that a signal ended."""
 
 
 def finished_before(job: Job) -> Outcome | None:
@@ -173,10 +173,10 @@ def ended(job: Job, ending: Ending, *, interrupted: bool = False) -> Outcome:
     """
     summary = readable_summary(job.folder) if ending.written else {}
     status = summary.get("status") if summary.get("status") in STATUSES else "running"
-    if ending.code == REFUSED and not summary:
+    if ending.code == WRONG_REQUEST and not summary:
         return Outcome(job.name, job.axes, job.folder, Status.refused, ending.said, ending.seconds)
     if status == "running" or (status == "done" and ending.code != 0):
-        status = Status.interrupted if interrupted or ending.code in INTERRUPTED else Status.failed
+        status = Status.interrupted if interrupted or ending.code in BY_SIGNAL else Status.failed
         if ending.code == -signal.SIGKILL and ending.out_of_memory:
             status = Status.oom
         summary = readable_summary(job.folder) | {"status": status.value, "error": _reason(ending, status)}

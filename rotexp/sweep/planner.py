@@ -17,12 +17,12 @@ from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from rotexp.compose import to_config
+from rotexp.config.composition import to_config
+from rotexp.config.explanations import REFUSALS, explain
 from rotexp.sweep.names import axes_of, job_name
 from rotexp.sweep.outcome import Job, Outcome, grouped
 from rotexp.sweep.sweep import Sweep
 from rotexp.tracking.limits import check_sweep, check_tracker
-from rotexp.wrong_request import REFUSALS, explain
 
 MODULE = "hydra_plugins.rotexp"
 PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {

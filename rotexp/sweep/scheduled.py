@@ -7,9 +7,9 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from rotexp.config import Config
+from rotexp.config.schema import Config
+from rotexp.runfolder.records import readable_summary
 from rotexp.sweep.outcome import Job, figure, finished_before
-from rotexp.tracking.files import readable_summary
 
 
 def is_done(config: Config, folder: Path) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from rotexp.short_names import plain_text, shortened
 from rotexp.tracking.limits import LONGEST_NAME, LONGEST_TAG
+from rotexp.tracking.short_names import plain_text, shortened
 
 NAMED_BY = {"sharding": "strategy", "sync_mode": "mode", "launch": "kind", "tracker": "kind"}
 """The groups without a field `name`, and the field that says which option was chosen."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from rotexp.config import TrackerConfig, WandbMode
-from rotexp.library_errors import reason
+from rotexp.config.schema import TrackerConfig, WandbMode
+from rotexp.errors.library import reason
 from rotexp.metrics.keys import find_metric
-from rotexp.tracking.files import finite
+from rotexp.runfolder.records import finite
 from rotexp.tracking.limits import ONLINE
 from rotexp.tracking.naming import artifact_name, display_name, mirrored_config, place_in_group, tags
 
@@ -116,7 +116,7 @@ class WandbMirror:
         except Exception as error:  # of the network, or the account
             if mode not in ONLINE:
                 raise
-            remedy = f"recorded offline, python -m rotexp.sync {self._folder} uploads it"
+            remedy = f"recorded offline, python -m rotexp.upload {self._folder} uploads it"
             LOGGER.warning("W&B: %s; %s", reason(error), remedy)
             run = self._init(config, plain_config, run_id, mode="offline")
             self.fell_back = True
@@ -188,7 +188,7 @@ class WandbMirror:
 
     @property
     def _remedy(self) -> str:
-        return f"metrics.jsonl holds everything, python -m rotexp.sync --rebuild {self._folder} sends it anew"
+        return f"metrics.jsonl holds everything, python -m rotexp.upload --rebuild {self._folder} sends it anew"
 
 
 def _no_answer(seconds: float) -> str:

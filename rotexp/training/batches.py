@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 
-from rotexp.config import Config
+from rotexp.config.schema import Config
 from rotexp.data.blocks import BlockDataset, BlockSampler, TokenBlocks
 
 

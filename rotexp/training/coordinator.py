@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rotexp.config import OnDivergence
+from rotexp.config.schema import OnDivergence
 from rotexp.rotation.bank import RotationBank
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.ema import ShardedEMA
 from rotexp.sharding.flat import divided
+from rotexp.sharding.local_rows import local_rows, reshard
 from rotexp.sharding.master import ZeRO2Master
 from rotexp.sharding.replicas import Divergence, compare, copy_first
-from rotexp.sharding.shards import local_rows, reshard
 from rotexp.sharding.state_dicts import collective_device
 from rotexp.training.optimizers import Optimizers
 

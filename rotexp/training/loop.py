@@ -10,17 +10,17 @@ from collections.abc import Callable
 import torch
 from accelerate import Accelerator
 
-from rotexp.config import Config, OnNonfinite, Trainable
+from rotexp.config.schema import Config, OnNonfinite, Trainable
+from rotexp.config.targets import build
 from rotexp.data.blocks import TokenBlocks
 from rotexp.metrics.flops import Utilization
 from rotexp.metrics.profiler import StepProfiler, part
-from rotexp.rotation.divided import dividing, may_divide
+from rotexp.process.signals import Interrupted, StopRequest
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.own_rows.division import dividing, may_divide
 from rotexp.sharding.communication import Communication
+from rotexp.sharding.guard import UnshardGuard
 from rotexp.sharding.replicas import Divergence
-from rotexp.signals import Interrupted, StopRequest
-from rotexp.sync.guard import UnshardGuard
-from rotexp.targets import build
 from rotexp.training.batches import load_batches
 from rotexp.training.coordinator import Coordinator, Norms
 from rotexp.training.meter import Meter

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from rotexp.config import Config
+from rotexp.config.schema import Config
 from rotexp.metrics.flops import Utilization
 from rotexp.metrics.profiler import part
 from rotexp.metrics.rotations import rotation_metrics
+from rotexp.sharding.guard import GuardCounts, UnshardGuard
 from rotexp.sharding.replicas import Divergence
-from rotexp.sync.guard import GuardCounts, UnshardGuard
 from rotexp.training.batches import tokens_per_step
 from rotexp.training.coordinator import Coordinator, Norms
 from rotexp.training.state import TrainingState

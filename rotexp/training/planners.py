@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from rotexp.sharding.pieces import Pieces
-from rotexp.sharding.shards import local_rows
+from rotexp.sharding.local_rows import local_rows
+from rotexp.sharding.split_vector import SplitVector
 from rotexp.sharding.state_dicts import State
 
 
@@ -55,7 +55,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """Return what this rank reads."""
         assert self.metadata is not None
-        tensors = {name: value for name, value in self.state_dict.items() if not isinstance(value, Pieces)}
+        tensors = {name: value for name, value in self.state_dict.items() if not isinstance(value, SplitVector)}
         plan = create_default_local_load_plan(tensors, self.metadata)
         items = list(plan.items)
         for name in self.state_dict.keys() - tensors.keys():
@@ -67,11 +67,11 @@ class LoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Return what is read into under an index."""
         value = self.state_dict[index.fqn]
-        return _at(value, index) if isinstance(value, Pieces) else super().lookup_tensor(index)
+        return _at(value, index) if isinstance(value, SplitVector) else super().lookup_tensor(index)
 
 
-def _held(value: Tensor | Pieces, *, copied: bool) -> Tensor | Pieces:
-    if isinstance(value, Pieces):
+def _held(value: Tensor | SplitVector, *, copied: bool) -> Tensor | SplitVector:
+    if isinstance(value, SplitVector):
         return replace(value, tensors=[_host_copy(tensor) for tensor in value.tensors]) if copied else value
     return _host_copy(local_rows(value)) if copied else local_rows(value)
 
@@ -80,5 +80,5 @@ def _host_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _at(value: Tensor | Pieces, index: MetadataIndex) -> Tensor:
-    return value.__get_tensor_shard__(index) if isinstance(value, Pieces) else value
+def _at(value: Tensor | SplitVector, index: MetadataIndex) -> Tensor:
+    return value.__get_tensor_shard__(index) if isinstance(value, SplitVector) else value

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotexp.config import Config, Strategy
+from rotexp.config.schema import Config, Strategy
 from rotexp.metrics.rotations import rotation_rows
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.rotation.experts import RotatedExperts
@@ -20,10 +20,10 @@ from rotexp.rotation.placement import BANK
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.ema import MASTER, ShardedEMA
 from rotexp.sharding.flat import divided, flattened
+from rotexp.sharding.local_rows import local_rows, reshard
 from rotexp.sharding.master import ZeRO2Master
-from rotexp.sharding.pieces import Pieces
 from rotexp.sharding.replicas import Divergence
-from rotexp.sharding.shards import local_rows, reshard
+from rotexp.sharding.split_vector import SplitVector
 from rotexp.training.best import Best, Choice
 from rotexp.training.optimizers import Optimizers
 
@@ -91,7 +91,7 @@ class TrainingState:
         """Whether the world is simulated, so that most weights are never stepped."""
         return self._simulated
 
-    def weights(self) -> dict[str, Tensor | Pieces]:
+    def weights(self) -> dict[str, Tensor | SplitVector]:
         """Return what is trained beside rotations, by name, each as this rank holds it, in its own shape."""
         inside = self.master.layout.shapes if self.master else {}
         return {name: self.model.network.get_parameter(name) for name in self.names if name not in inside}
@@ -173,12 +173,12 @@ class TrainingState:
         if self.master is not None:
             self.master.discard()
 
-    def tensors(self) -> dict[str, Tensor | Pieces]:
+    def tensors(self) -> dict[str, Tensor | SplitVector]:
         """Return what a checkpoint holds, sharing memory: rotations as they are, everything else flattened.
 
         Names and shapes do not depend on sharding and world.
         """
-        split: dict[str, Mapping[str, Tensor | Pieces]] = {
+        split: dict[str, Mapping[str, Tensor | SplitVector]] = {
             "weights": self.pieces(self._held()),
             "best": self.pieces(self.best.held),
             "optimizer": self.optimizers.tensors(),
@@ -204,7 +204,7 @@ class TrainingState:
         rows = {name: local_rows(self.model.network.get_parameter(name)) for name in self._outside_master}
         return rows if self.master is None else {**rows, MASTER: self.master.shard.detach()}
 
-    def pieces(self, held: Mapping[str, Tensor]) -> dict[str, Pieces]:
+    def pieces(self, held: Mapping[str, Tensor]) -> dict[str, SplitVector]:
         """Return what a rank holds of everything trained that is no rotation as pieces, by the parameters' names.
 
         Args:
@@ -215,20 +215,20 @@ class TrainingState:
         }
         return pieces if self.master is None else pieces | self._cut(self.master.pieces(held[MASTER]))
 
-    def _cut(self, pieces: Pieces) -> dict[str, Pieces]:
+    def _cut(self, pieces: SplitVector) -> dict[str, SplitVector]:
         """Return pieces of the master, or of what goes with it, by the names of its parameters."""
         assert self.master is not None
         return divided(pieces, {name: shape.numel() for name, shape in self.master.layout.shapes.items()})
 
-    def _flat(self, key: str, tensor: Tensor | Pieces) -> dict[str, Tensor | Pieces]:
+    def _flat(self, key: str, tensor: Tensor | SplitVector) -> dict[str, Tensor | SplitVector]:
         """Return a tensor as pieces, those of the master by the names of its parameters."""
         name, slash, part = key.partition("/")
         if name == MASTER and self.master is not None:
             if isinstance(tensor, Tensor) and tensor.ndim == 0:
                 return {f"{parameter}{slash}{part}": tensor for parameter in self.master.layout.shapes}
-            pieces = tensor if isinstance(tensor, Pieces) else self.master.pieces(tensor.detach())
+            pieces = tensor if isinstance(tensor, SplitVector) else self.master.pieces(tensor.detach())
             return {f"{parameter}{slash}{part}": cut for parameter, cut in self._cut(pieces).items()}
-        if isinstance(tensor, Pieces) or tensor.ndim == 0:
+        if isinstance(tensor, SplitVector) or tensor.ndim == 0:
             return {key: tensor}
         return {key: flattened(tensor)}
 

@@ -7,24 +7,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rotexp.config import Config, ShardingConfig, Strategy
+from rotexp.config.schema import Config, ShardingConfig, Strategy
 from rotexp.models.arch import find_spec
-from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.load import build_model
 from rotexp.models.materialize import materialize
+from rotexp.models.stored_model import StoredModel
 from rotexp.rotation.bank import RotationBank
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.communication import Communication
+from rotexp.sharding.guard import install
 from rotexp.sharding.strategies import precision_policy, shard
-from rotexp.sync.guard import install
 from rotexp.training.objectives import Teacher
 
 NO_BACKWARD = {Strategy.zero2: Strategy.full, Strategy.hybrid_zero2: Strategy.hybrid}
 
 
 def load_teacher(
-    checkpoint: Checkpoint,
+    checkpoint: StoredModel,
     config: Config,
     *,
     device: torch.device,
@@ -65,7 +65,7 @@ def load_teacher(
     return teacher
 
 
-def teacher_name(checkpoint: Checkpoint) -> str:
+def teacher_name(checkpoint: StoredModel) -> str:
     """Return what the second model is called beside the first, which has the checkpoint's name."""
     return f"{checkpoint.identity} (teacher)"
 

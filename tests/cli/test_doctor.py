@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rotexp import doctor
+from rotexp.launch import readiness as doctor
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -41,7 +41,7 @@ def test_everything_looked_for_is_in_one_table_with_a_remedy_for_what_is_missing
     names = ("libraries torch", "accelerator", "nccl", "cores", "memory", "disk", "wandb login", "hub", "extra gguf")
     places = [output.index(name) for name in names]
     assert places == sorted(places)
-    assert "wandb login none, runs are recorded offline wandb login; python -m rotexp.sync DIR uploads" in output
+    assert "wandb login none, runs are recorded offline wandb login; python -m rotexp.upload DIR uploads" in output
     assert "hub switched off by HF_HUB_OFFLINE unset it" in output
     assert f"GiB free in {tmp_path}" in output
     assert list(tmp_path.iterdir()) == []

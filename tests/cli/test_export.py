@@ -17,10 +17,10 @@ from run_train import Run, run_train
 from safetensors.torch import load_file
 
 from rotexp.export import main
-from rotexp.finished_run import read_finished_run
-from rotexp.rebuild import merge_rebuilt, rebuild
+from rotexp.orthogonal.hadamard import hadamard
 from rotexp.rotation.file import load_rotations, save_rotations
-from rotexp.rotation.hadamard import hadamard
+from rotexp.run.rebuild import merge_rebuilt, rebuild
+from rotexp.runfolder.finished_run import read_finished_run
 
 pytestmark = pytest.mark.slow
 

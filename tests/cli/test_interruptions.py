@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rotexp.folders import claimed
+from rotexp.files.folders import claimed
 
 pytestmark = pytest.mark.slow
 

@@ -118,7 +118,7 @@ def test_a_reader_that_stops_early_gets_no_traceback(sweep: Path, tmp_path: Path
 
 def test_neither_torch_nor_hydra_is_loaded(sweep: Path) -> None:
     code = (
-        "import sys; from rotexp.report.__main__ import report; report(sys.argv[1:]);"
+        "import sys; from rotexp.comparison.report import report; report(sys.argv[1:]);"
         "sys.stderr.write(str({'torch', 'hydra', 'omegaconf', 'transformers', 'wandb'} & set(sys.modules)))"
     )
     command = [sys.executable, "-c", code, str(sweep)]

@@ -12,11 +12,11 @@ import hydra
 import pytest
 from run_train import run_train
 
-from rotexp import inputs
-from rotexp.command_line import register
-from rotexp.compose import to_config
+from rotexp.config.composition import to_config
 from rotexp.evaluate import main as evaluate
-from rotexp.inputs import Inputs, open_inputs
+from rotexp.launch.command_line import register
+from rotexp.run import inputs
+from rotexp.run.inputs import Inputs, open_inputs
 from rotexp.train import main as train
 
 Open = Callable[..., Inputs]

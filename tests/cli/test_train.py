@@ -14,7 +14,7 @@ import torch
 from run_train import Run, run_train
 from safetensors import safe_open
 
-from rotexp.doctor import GIB, NEEDED_DISK_GIB, NEEDED_MEMORY_GIB
+from rotexp.launch.readiness import GIB, NEEDED_DISK_GIB, NEEDED_MEMORY_GIB
 
 pytestmark = pytest.mark.slow
 

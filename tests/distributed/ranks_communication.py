@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import rotexp
-from rotexp import experiment
-from rotexp.rotation import divided
+from rotexp.rotation.own_rows import division
+from rotexp.run import experiment
 from rotexp.training import loop
 
 TORCH = Path(dist.__file__).parent
@@ -68,7 +68,7 @@ def _given(name: str, args: Any) -> int:
 
 def count_steps(cases: dict[str, list[str]], folder: str) -> dict[str, Any]:
     """Run each case, with all work divided that can be; return every step's row and what the dispatcher saw since."""
-    with mock.patch.object(divided, "multiply_adds_per_byte", return_value=0):
+    with mock.patch.object(division, "multiply_adds_per_byte", return_value=0):
         return {name: _count(name, overrides, folder) for name, overrides in cases.items()}
 
 

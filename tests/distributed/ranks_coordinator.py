@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from rotexp.config import OnDivergence
+from rotexp.config.schema import OnDivergence
 from rotexp.rotation.bank import RotationBank
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.ema import ShardedEMA
+from rotexp.sharding.local_rows import local_rows
 from rotexp.sharding.master import ZeRO2Master
-from rotexp.sharding.shards import local_rows
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.optimizers import Optimizers
 

@@ -30,8 +30,8 @@ def compose(overrides: list[str]) -> Any:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
 
-    from rotexp.command_line import register
-    from rotexp.compose import to_config
+    from rotexp.config.composition import to_config
+    from rotexp.launch.command_line import register
 
     register()
     with initialize_config_module("rotexp.conf", version_base="1.3"):
@@ -45,7 +45,7 @@ def run_experiments(cases: dict[str, list[str]], folder: str) -> dict[str, Any]:
     """
     import torch
 
-    from rotexp.inputs import open_inputs
+    from rotexp.run.inputs import open_inputs
 
     threads = torch.get_num_threads()  # of this rank alone; a run would give every rank as many
     inputs = open_inputs(compose(next(iter(cases.values()))))  # text and model are the same in every case
@@ -64,15 +64,15 @@ def _run(overrides: list[str], inputs: Any, folder: Path, *, threads: int) -> di
     import torch
     from safetensors.torch import load_file
 
-    from rotexp.checkpoint_folder import find_checkpoint
-    from rotexp.experiment import Experiment
     from rotexp.launch.rank import open_accelerator
-    from rotexp.resumption import Resumption
+    from rotexp.run.beginning import Beginning
+    from rotexp.run.experiment import Experiment
+    from rotexp.runfolder.checkpoint_folders import find_checkpoint
     from rotexp.training.state import TrainingState
 
     config = compose(overrides)
     if config.resume != "auto":
-        inputs = replace(inputs, resumption=Resumption(find_checkpoint(Path(config.resume)).path))
+        inputs = replace(inputs, beginning=Beginning(find_checkpoint(Path(config.resume)).path))
     accelerator = open_accelerator(config)
     rank = accelerator.process_index
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from families import FAMILIES, from_config, logits, make_token_ids, rotated
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rotexp.config import QuantConfig, RotationConfig, RotationInit, ShardingConfig, Strategy
+from rotexp.config.schema import QuantConfig, RotationConfig, RotationInit, ShardingConfig, Strategy
 from rotexp.models.arch import find_spec
 from rotexp.models.materialize import materialize
 from rotexp.quant.spec import QuantSpec

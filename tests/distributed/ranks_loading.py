@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rotexp.config import (
+from rotexp.config.schema import (
     ModelConfig,
     ModelSource,
     Precision,
@@ -24,7 +24,7 @@ from rotexp.models.load import build_model, open_checkpoint
 from rotexp.models.materialize import materialize
 from rotexp.rotation.placement import place
 from rotexp.sharding.communication import Communication
-from rotexp.sharding.shards import whole
+from rotexp.sharding.local_rows import whole
 from rotexp.sharding.strategies import precision_policy, shard
 from rotexp.training.teacher import load_teacher
 

@@ -12,16 +12,24 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from benchmarks.trained_memory import MemoryRequest, measure_rank
-from rotexp.config import EMAConfig, ModelDtype, ObjectiveConfig, RotationConfig, RotationInit, Strategy, Trainable
-from rotexp.models.checkpoint import Checkpoint, RandomWeights
+from rotexp.config.schema import (
+    EMAConfig,
+    ModelDtype,
+    ObjectiveConfig,
+    RotationConfig,
+    RotationInit,
+    Strategy,
+    Trainable,
+)
+from rotexp.models.stored_model import RandomWeights, StoredModel
 from rotexp.models.structure import read_structure
-from rotexp.rotation import divided
-from rotexp.rotation.division_cost import multiply_adds_per_byte
+from rotexp.rotation.own_rows import division
+from rotexp.rotation.own_rows.cost import multiply_adds_per_byte
 
 TOKENS = 6
 
 
-def odd_checkpoint() -> Checkpoint:
+def odd_checkpoint() -> StoredModel:
     """Return a random Llama whose vocabulary, widths and numbers of rows neither 2 nor 4 ranks share evenly."""
     config = LlamaConfig(
         vocab_size=101,
@@ -37,7 +45,7 @@ def odd_checkpoint() -> Checkpoint:
     )
     structure = read_structure(config, where="odd")
     names = {structure.head: structure.embedding}
-    return Checkpoint("odd", structure.config, RandomWeights(structure.shapes, 0), str(Path()), aliases=dict(names))
+    return StoredModel("odd", structure.config, RandomWeights(structure.shapes, 0), str(Path()), aliases=dict(names))
 
 
 def odd_config(
@@ -72,8 +80,8 @@ def measure_all(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: measure(checkpoint, **case) for name, case in cases.items()}
 
 
-def measure(checkpoint: Checkpoint, *, wire: int | None = None, **case: Any) -> dict[str, Any]:
+def measure(checkpoint: StoredModel, *, wire: int | None = None, **case: Any) -> dict[str, Any]:
     """Measure a case; `wire` multiply-adds for a byte (None: as a run has it) decide which weights are divided."""
     cost = multiply_adds_per_byte("cpu") if wire is None else wire
-    with mock.patch.object(divided, "multiply_adds_per_byte", return_value=cost):
+    with mock.patch.object(division, "multiply_adds_per_byte", return_value=cost):
         return measure_rank(checkpoint, odd_config(**case), tokens=TOKENS)

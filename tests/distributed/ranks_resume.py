@@ -41,7 +41,7 @@ class Job:
 
 def run_jobs(jobs: dict[str, Job], folder: str) -> dict[str, dict[str, Any]]:
     """Run each job in a folder of its name; return what this rank saw."""
-    from rotexp.inputs import open_inputs
+    from rotexp.run.inputs import open_inputs
 
     inputs = open_inputs(compose([*SMALL]))  # text and model are the same in every job
     inputs = replace(inputs, calibration=inputs.calibration[:NUM_BLOCKS])
@@ -52,17 +52,17 @@ def _run(job: Job, inputs: Any, folder: Path) -> dict[str, Any]:
     import torch
     from rich.console import Console
 
-    from rotexp.experiment import Experiment
     from rotexp.launch.rank import open_accelerator
-    from rotexp.resumption import Resumption
-    from rotexp.training.checkpoint import Checkpoints
+    from rotexp.run.beginning import Beginning
+    from rotexp.run.experiment import Experiment
+    from rotexp.training.saved_state import Checkpoints
 
     config = compose([*SMALL, *job.overrides])
     accelerator = open_accelerator(config)
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(accelerator.process_index)  # on purpose different: nothing may depend on it
     if job.checkpoint is not None:
-        inputs = replace(inputs, resumption=Resumption(Path(job.checkpoint)))
+        inputs = replace(inputs, beginning=Beginning(Path(job.checkpoint)))
     seen: dict[str, Any] = {"blocks": [], "drawn": {}, "loaded": None, "error": None}
     with mock.patch.object(Checkpoints, "save", _drawing(Checkpoints.save, seen)), _recorded_blocks(seen["blocks"]):
         experiment = Experiment(config, inputs, folder, accelerator=accelerator)

@@ -22,16 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from rotexp.checkpoint_folder import find_checkpoint
 from rotexp.rotation.bank import RotationBank
+from rotexp.runfolder.checkpoint_folders import find_checkpoint
 from rotexp.sharding import state_dicts
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.ema import ShardedEMA
+from rotexp.sharding.local_rows import local_rows, reshard
 from rotexp.sharding.master import ZeRO2Master
-from rotexp.sharding.pieces import Pieces
-from rotexp.sharding.shards import local_rows, reshard
+from rotexp.sharding.split_vector import SplitVector
 from rotexp.sharding.state_dicts import full_state, load_full_state
-from rotexp.training.checkpoint import Checkpoints, load, restore_random_states
+from rotexp.training.saved_state import Checkpoints, load, restore_random_states
 
 SHAPES = {
     "embedding": (37, 5),
@@ -58,7 +58,7 @@ def join() -> Communication:
     return Communication(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 
 
-def held(communication: Communication, fill: Callable[[str], Tensor]) -> dict[str, Tensor | Pieces]:
+def held(communication: Communication, fill: Callable[[str], Tensor]) -> dict[str, Tensor | SplitVector]:
     """Return the state that holds `fill(name)`, each name sharded in its own way."""
     world, rank = communication.world_size, communication.rank
     line, grid = (_mesh(world), _mesh(2, world // 2)) if world > 1 else (None, None)
@@ -75,8 +75,8 @@ def held(communication: Communication, fill: Callable[[str], Tensor]) -> dict[st
         "hybrid": _distributed(fill("hybrid"), grid, [Replicate(), Shard(0)]),
         "hybrid_small": _distributed(fill("hybrid_small"), grid, [Replicate(), Shard(0)]),
         "rotation": fill("rotation"),
-        "master": Pieces(53, [start for start, _ in cuts], [tensor for _, tensor in cuts]),
-        "replicated_pieces": Pieces(9, [0], [fill("replicated_pieces")]),
+        "master": SplitVector(53, [start for start, _ in cuts], [tensor for _, tensor in cuts]),
+        "replicated_pieces": SplitVector(9, [0], [fill("replicated_pieces")]),
     }
 
 
@@ -109,7 +109,7 @@ def save(folder: str, asynchronous: bool) -> dict[str, Any]:
     saved = checkpoints.save(3, state, facts={"epoch": 2})
     drawn = torch.rand(3).numpy()
     for value in state.values():
-        for tensor in value.tensors if isinstance(value, Pieces) else [local_rows(value)]:
+        for tensor in value.tensors if isinstance(value, SplitVector) else [local_rows(value)]:
             tensor.zero_()
     path = saved or checkpoints.wait()
     return {"path": str(path), "drawn": drawn, "files": sorted(file.name for file in path.iterdir())}

@@ -11,7 +11,7 @@ from ranks_families import FAMILIES, Loaded, from_config, logits, make_token_ids
 from ranks_trainable import gradients
 from torch import Tensor, nn
 
-from rotexp.config import (
+from rotexp.config.schema import (
     QuantConfig,
     RotationConfig,
     RotationInit,
@@ -22,9 +22,9 @@ from rotexp.config import (
     Trainable,
 )
 from rotexp.models.arch import embedding_name, find_spec, is_tied
-from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.load import build_model
 from rotexp.models.materialize import materialize
+from rotexp.models.stored_model import StoredModel
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.merge import merge, prepare
@@ -33,8 +33,8 @@ from rotexp.rotation.placement import place
 from rotexp.rotation.trainable import train_also
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.digest import weights_digest
+from rotexp.sharding.guard import install, param_groups
 from rotexp.sharding.strategies import shard
-from rotexp.sync.guard import install, param_groups
 
 ROTATION = RotationConfig(r1=None, r2=True, r3=False, r4=True, init=RotationInit.random)
 OPTIONS = {
@@ -61,7 +61,7 @@ def placed(network: Any, name: str) -> RotatedModel:
 def load_sharded(source: Any, name: str, strategy: Strategy) -> RotatedModel:
     """Build a source model anew without memory, place, shard, guard and read it, as a run does."""
     names = {"lm_head.weight": "model.embed_tokens.weight"}
-    checkpoint: Any = Checkpoint("tied", source.config, Loaded(dict(source.named_parameters())), "", aliases=names)
+    checkpoint: Any = StoredModel("tied", source.config, Loaded(dict(source.named_parameters())), "", aliases=names)
     network = build_model(checkpoint, dtype=torch.float32)
     model = placed(network, name)
     shard(

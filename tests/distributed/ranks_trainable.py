@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from rotexp.config import QuantConfig, RotationConfig, RotationInit, ShardingConfig, Strategy, Trainable
+from rotexp.config.schema import QuantConfig, RotationConfig, RotationInit, ShardingConfig, Strategy, Trainable
 from rotexp.models.arch import find_spec
 from rotexp.models.materialize import materialize
 from rotexp.quant.spec import QuantSpec
@@ -21,7 +21,7 @@ from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.placement import place
 from rotexp.rotation.trainable import start_scales, train_also
-from rotexp.sharding.shards import local_rows, row_slice, whole
+from rotexp.sharding.local_rows import local_rows, row_slice, whole
 from rotexp.sharding.strategies import shard
 
 ROTATION = RotationConfig(r1=True, r2=True, r4=False, init=RotationInit.random)

@@ -8,7 +8,7 @@ import pytest
 from ranks_trainable import compare_all
 from world import run_world
 
-from rotexp.config import Trainable
+from rotexp.config.schema import Trainable
 
 pytestmark = pytest.mark.slow
 

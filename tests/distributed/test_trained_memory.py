@@ -8,7 +8,7 @@ import pytest
 from ranks_memory import measure_all
 from world import run_world
 
-from rotexp.config import Dtype
+from rotexp.config.schema import Dtype
 
 pytestmark = pytest.mark.slow
 

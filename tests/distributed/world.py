@@ -21,8 +21,8 @@ from typing import Any
 
 TIMEOUT_SECONDS = 240
 IMPORTED = (
-    "rotexp.command_line",
-    "rotexp.experiment",
+    "rotexp.launch.command_line",
+    "rotexp.run.experiment",
     "rotexp.launch.rank",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",

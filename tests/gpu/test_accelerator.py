@@ -9,10 +9,10 @@ from benchmarks.gpu_sections import closed_form, peak_of_step
 from benchmarks.ranks import RankRequest, run_world
 from benchmarks.variants import LIMIT, QUANTIZERS, Workload, load_network, rotated_model
 from rotexp.optim.cayley_sgd import CayleySGD
-from rotexp.optim.stiefel import orthogonality_error
+from rotexp.orthogonal.hadamard import HadamardTransform, random_orthogonal
+from rotexp.orthogonal.stiefel import orthogonality_error
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
-from rotexp.rotation.hadamard import HadamardTransform, random_orthogonal
 from rotexp.training.objectives import CrossEntropy
 
 MODES = ("off", "selective", "universal", "event")

@@ -10,11 +10,11 @@ from flags import ROW
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from rotexp.config import QuantConfig, RotationConfig
+from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.models.arch import find_spec
-from rotexp.models.checkpoint import Checkpoint
 from rotexp.models.load import build_model
 from rotexp.models.materialize import materialize
+from rotexp.models.stored_model import StoredModel
 from rotexp.rotation.merge import prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.placement import place
@@ -78,7 +78,7 @@ def rotated() -> Callable[..., RotatedModel]:
         tied = source.lm_head.weight is source.model.embed_tokens.weight
         aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
         weights = TensorWeights({name: parameter.detach() for name, parameter in source.named_parameters()})
-        checkpoint = Checkpoint("test", source.config, weights, "", aliases=aliases)
+        checkpoint = StoredModel("test", source.config, weights, "", aliases=aliases)
         network = build_model(checkpoint, dtype=source.dtype)
         model = place(network, find_spec(network), rotation or RotationConfig(), quant or QuantConfig(), seed=seed)
         materialize(network, checkpoint, device=torch.device("cpu"), added=model.added)

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rotexp.config import QuantConfig, RotationConfig
+from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.models.arch import find_spec
 from rotexp.rotation.merge import prepare
 from rotexp.rotation.model import RotatedModel

@@ -15,7 +15,7 @@ from families import FAMILIES, WITH_R1, from_config, logits, make_source, make_t
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rotexp.config import RotationConfig
+from rotexp.config.schema import RotationConfig
 from rotexp.models.arch import (
     COHERE,
     EXPERT_TYPES,

@@ -1,4 +1,4 @@
-"""Imports point down, and each outside library is used where the design says."""
+"""Imports point down, loose modules are commands, and each outside library is used where the design says."""
 
 import ast
 import subprocess
@@ -18,54 +18,39 @@ ORDER = (
     "evaluate",
     "export",
     "inspect",
-    "sync.__main__",
+    "sync",
+    "upload",
     "dashboard",
     "doctor",
     "report",
-    "command_line",
+    "comparison",
+    "launch.command_line",
     "sweep",
-    "wrong_request",
     "launch",
-    "experiment",
-    "measurements",
-    "run_files",
-    "resumed",
-    "inputs",
-    "resumption",
-    "rebuild",
-    "finished_run",
+    "run",
     "tracking",
     "training",
     "metrics",
     "rotation",
     "models",
     "data",
-    "sync",
     "sharding",
-    "checkpoint_folder",
-    "folders",
-    "library_errors",
-    "reading",
-    "short_names",
-    "signals",
-    "arguments",
-    "compose",
-    "validation",
-    "targets",
+    "runfolder",
+    "process",
+    "config.explanations",
+    "config.composition",
+    "config.validation",
+    "config.targets",
+    "config.schema",
     "config",
-    "wording",
+    "files",
+    "errors",
     "quant",
     "optim",
-    "rotation.hadamard",
-    "rotation.goethals_seidel",
-    "rotation.williamson",
-    "rotation.sequences",
-    "rotation.recursive",
-    "rotation.paley",
-    "rotation.galois",
+    "orthogonal",
 )
-HADAMARD = tuple(part for part in ORDER if part.startswith("rotation."))
-PURE = (("quant",), ("optim",), HADAMARD)
+COMMANDS = ORDER[: ORDER.index("comparison")]
+PURE = (("quant",), ("optim", "orthogonal"), ("orthogonal",))
 Imports = dict[str, set[str]]
 
 
@@ -129,8 +114,8 @@ def test_an_upward_import_would_be_found() -> None:
     assert upward({"rotexp.data.blocks": {"rotexp.training.loop"}}) == [
         "rotexp.data.blocks imports rotexp.training.loop"
     ]
-    assert upward({"rotexp.rotation.hadamard": {"rotexp.rotation.bank"}}) != []
-    assert upward({"rotexp.rotation.bank": {"rotexp.rotation.hadamard"}}) == []
+    assert upward({"rotexp.orthogonal.hadamard": {"rotexp.rotation.bank"}}) != []
+    assert upward({"rotexp.rotation.bank": {"rotexp.orthogonal.hadamard"}}) == []
 
 
 def test_no_modules_import_each_other() -> None:
@@ -147,19 +132,19 @@ def test_pure_maths_imports_nothing_of_ours(parts: tuple[str, ...]) -> None:
         assert {part_of(name) for name in OWN_IMPORTS[module]} <= set(parts), module
 
 
-@pytest.mark.parametrize("above", ["training", "rotation", "experiment", "launch"])
+@pytest.mark.parametrize("above", ["training", "rotation", "run", "launch"])
 def test_sharding_and_synchronization_do_not_know_what_is_trained(above: str) -> None:
     for module, names in OWN_IMPORTS.items():
-        if module.startswith((f"{OURS}.sharding", f"{OURS}.sync")):
+        if module.startswith(f"{OURS}.sharding"):
             assert not any(f"{name}.".startswith(f"{OURS}.{above}.") for name in names), module
 
 
 def test_only_the_entry_and_the_command_line_know_hydra() -> None:
-    command_line = {"rotexp.train", "rotexp.command_line", "rotexp.wrong_request", "rotexp.sweep.planner"}
-    entries = {"rotexp.evaluate", "rotexp.export", "rotexp.inspect"}
-    reading = {"rotexp.config", "rotexp.compose", "rotexp.finished_run"}
+    command_line = {"rotexp.train", "rotexp.launch.command_line", "rotexp.config.explanations", "rotexp.sweep.planner"}
+    requests = {"rotexp.inspect", "rotexp.run.evaluation", "rotexp.run.exporting"}
+    reading = {"rotexp.config.schema", "rotexp.config.composition", "rotexp.runfolder.finished_run"}
     assert users_of("hydra") == command_line
-    assert users_of("omegaconf") <= command_line | entries | reading
+    assert users_of("omegaconf") <= command_line | requests | reading
 
 
 def test_only_tracking_knows_wandb() -> None:
@@ -168,7 +153,21 @@ def test_only_tracking_knows_wandb() -> None:
     assert all(module.startswith("rotexp.tracking.") for module in users)
 
 
-@pytest.mark.parametrize("module", ["rotexp.config", "rotexp.command_line", "rotexp.train", "rotexp.evaluate"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_loose_module_is_a_command_of_at_most_40_lines(command: str) -> None:
+    lines = MODULES[f"{OURS}.{command}"].read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 40
+    assert lines[-2].startswith("if __name__")
+
+
+def test_every_loose_module_is_a_command() -> None:
+    loose = {module.removeprefix(f"{OURS}.") for module, file in MODULES.items() if file.parent == ROOT / OURS}
+    assert loose - {OURS} == {*COMMANDS}
+
+
+@pytest.mark.parametrize(
+    "module", ["rotexp.config.schema", "rotexp.launch.command_line", "rotexp.train", "rotexp.evaluate"]
+)
 def test_a_config_is_read_without_torch_or_transformers(module: str) -> None:
     code = f"import sys, {module}; print(*({{'torch', 'transformers', 'wandb', 'accelerate'}} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rotexp.metrics.rotations import rotation_metrics
-from rotexp.optim import stiefel
 from rotexp.optim.cayley_sgd import CayleySGD
+from rotexp.orthogonal import stiefel
+from rotexp.orthogonal.hadamard import hadamard
 from rotexp.rotation.bank import Rotation, RotationBank, draw
-from rotexp.rotation.hadamard import hadamard
 from rotexp.sharding.replicas import bit_digest
 
 SHAPES = [(1, 4), (2, 4), (3, 5), (4, 12)]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rotexp.optim import stiefel
 from rotexp.optim.cayley_sgd import CayleySGD
 from rotexp.optim.options import FIXED_POINT_ERROR, CayleySGDOptions, Solver, StepRule
+from rotexp.orthogonal import stiefel
 
 SEEDS = range(3)
 PAPER = {"lr": 1.5, "step_rule": "paper"}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rotexp import folders
-from rotexp.folders import claimed
+from rotexp.files import folders
+from rotexp.files.folders import claimed
 
 
 def test_a_folder_is_one_process_s_until_it_lets_go(tmp_path: Path) -> None:

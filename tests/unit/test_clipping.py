@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rotexp.config import Config, RotationConfig, Trainable
+from rotexp.config.schema import Config, RotationConfig, Trainable
 from rotexp.optim.cayley_sgd import CayleySGD
 from rotexp.optim.options import CayleySGDOptions, StepRule
 from rotexp.rotation.trainable import train_also

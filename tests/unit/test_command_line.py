@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from rotexp.command_line import run_command
-from rotexp.signals import Interrupted
+from rotexp.launch.command_line import run_command
+from rotexp.process.signals import Interrupted
 
 PRESETS = Path(__file__).parents[2] / "conf" / "model"
 MODELS = f"choose one of {', '.join(sorted(path.stem for path in PRESETS.glob('*.yaml')))}"
@@ -210,7 +210,7 @@ def test_help_and_cfg_answer_without_torch(arguments: list[str], shown: list[str
     assert [text for text in shown if text not in result.stdout] == []
     assert "${" not in result.stdout
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
-    assert "rotexp.config" in imported
+    assert "rotexp.config.schema" in imported
     assert not imported & {"torch", "transformers", "accelerate", "wandb", "numpy"}
     assert list(tmp_path.iterdir()) == []
 

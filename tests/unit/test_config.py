@@ -14,13 +14,13 @@ import rotexp.conf
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from rotexp.command_line import register
-from rotexp.compose import UnknownKeyError, config_digest, resolved_yaml, to_config, to_plain
-from rotexp.config import COMPONENTS, Config, Dtype, ObjectiveConfig, Strategy, SyncMode
+from rotexp.config.composition import UnknownKeyError, config_digest, resolved_yaml, to_config, to_plain
+from rotexp.config.schema import COMPONENTS, Config, Dtype, ObjectiveConfig, Strategy, SyncMode
+from rotexp.config.targets import build, check_target
+from rotexp.config.validation import validate, validate_world
+from rotexp.launch.command_line import register
 from rotexp.optim.options import Solver, StepRule
-from rotexp.targets import build, check_target
 from rotexp.training.objectives import CrossEntropy, TopKKLDivergence
-from rotexp.validation import validate, validate_world
 
 CONF = Path(rotexp.conf.__path__[0])
 OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml"))
@@ -220,7 +220,7 @@ FORBIDDEN_TARGETS = [
     "rotexp.optim.cayley_sgd.CayleySGD.__init__",
     "rotexp.optim.cayley_sgd.__builtins__",
     "rotexp.optim..cayley_sgd.CayleySGD",
-    "rotexp.optim.stiefel.tangent_generator",
+    "rotexp.orthogonal.stiefel.tangent_generator",
     "rotexp.optim.../../os.system",
     "rotexp.training.objectives.os.system",
     "rotexp.training.objectives.F",

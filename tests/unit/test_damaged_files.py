@@ -11,8 +11,10 @@ import yaml
 from damaged import damaged
 from report_runs import make_run
 
-from rotexp.compose import resolved_yaml
-from rotexp.config import (
+from rotexp.comparison.collect import collect
+from rotexp.comparison.report import report
+from rotexp.config.composition import resolved_yaml
+from rotexp.config.schema import (
     COMPONENTS,
     Config,
     DataConfig,
@@ -23,10 +25,8 @@ from rotexp.config import (
     RotationConfig,
     WandbMode,
 )
-from rotexp.finished_run import read_finished_run
 from rotexp.quant.spec import QuantSpec
-from rotexp.report.__main__ import report
-from rotexp.report.collect import collect
+from rotexp.runfolder.finished_run import read_finished_run
 from rotexp.tracking.upload import replay
 
 CONFIG = Config(

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from families import make_source, make_token_ids, rotated, wanted
 from torch import Tensor, nn
 
-from rotexp.config import QuantConfig
+from rotexp.config.schema import QuantConfig
+from rotexp.orthogonal.hadamard import HadamardTransform, random_orthogonal
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import RotationBank
 from rotexp.rotation.experts import RotatedExperts
-from rotexp.rotation.hadamard import HadamardTransform, random_orthogonal
 from rotexp.rotation.mode import Mode
 
 HIDDEN, INNER, EXPERTS, TOKENS, CHOSEN = 12, 20, 5, 7, 2

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rotexp.config import ExportOptions
-from rotexp.export import _check_requirements
+from rotexp.config.schema import ExportOptions
+from rotexp.run.exporting import _check_requirements
 
 
 def rebuilt(**must_run: Any) -> Any:

@@ -31,12 +31,12 @@ from families import (
 )
 from torch import Tensor, nn
 
-from rotexp.config import QuantConfig, RotationConfig, RotationInit
+from rotexp.config.schema import QuantConfig, RotationConfig, RotationInit
 from rotexp.models.arch import decoder_layers, head_name
+from rotexp.orthogonal.hadamard import HadamardTransform
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation import attention, norms
 from rotexp.rotation.experts import RotatedExperts
-from rotexp.rotation.hadamard import HadamardTransform
 from rotexp.rotation.invariance import LIMITS, check_invariance, check_merged, relative_error, trace
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.merge import merge, prepare

@@ -17,10 +17,10 @@ from test_loading_files import SHAPE, opened, randomize
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from rotexp.config import ModelConfig, ModelSource
+from rotexp.config.schema import ModelConfig, ModelSource
 from rotexp.models.load import build_model, open_checkpoint
 from rotexp.models.materialize import materialize
-from rotexp.sharding.shards import largest_magnitude
+from rotexp.sharding.local_rows import largest_magnitude
 
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),

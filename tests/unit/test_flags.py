@@ -10,7 +10,7 @@ import torch
 from families import from_config, logits, make_token_ids, rotated
 from flags import ROW, Case, cases
 
-from rotexp.config import RotationConfig
+from rotexp.config.schema import RotationConfig
 from rotexp.rotation.invariance import relative_error
 
 EXACT = 1e-5

@@ -11,9 +11,9 @@ from families import FAMILIES, make_source, rotated
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from rotexp.config import Config, DataConfig, ModelConfig, ModelDtype, ModelSource, Trainable, TrainConfig
-from rotexp.experiment import Experiment
+from rotexp.config.schema import Config, DataConfig, ModelConfig, ModelDtype, ModelSource, Trainable, TrainConfig
 from rotexp.metrics.flops import Utilization, model_flops_per_token, peak_flops
+from rotexp.run.experiment import Experiment
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BLOCKS, TOKENS = 2, 6

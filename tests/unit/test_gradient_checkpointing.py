@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, OPTConfig
 
-from rotexp.config import ModelConfig, ModelSource, QuantConfig, RotationConfig
+from rotexp.config.schema import ModelConfig, ModelSource, QuantConfig, RotationConfig
 from rotexp.models.arch import OPT, find_spec
 from rotexp.models.load import build_model, checkpoint_layers, open_checkpoint
 from rotexp.models.materialize import materialize

@@ -10,9 +10,9 @@ import torch
 from hadamard_checks import assert_hadamard
 from torch import Tensor
 
-from rotexp.rotation import hadamard as hadamard_module
-from rotexp.rotation.galois import galois_field, prime_power
-from rotexp.rotation.hadamard import (
+from rotexp.orthogonal import hadamard as hadamard_module
+from rotexp.orthogonal.galois import galois_field, prime_power
+from rotexp.orthogonal.hadamard import (
     HadamardTransform,
     hadamard,
     hadamard_factors,

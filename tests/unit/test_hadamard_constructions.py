@@ -9,12 +9,12 @@ import torch
 from hadamard_checks import assert_hadamard
 from torch import Tensor
 
-from rotexp.rotation.goethals_seidel import four_sequences, has_goethals_seidel
-from rotexp.rotation.hadamard import hadamard, hadamard_factors, is_constructible
-from rotexp.rotation.paley import conference_matrix
-from rotexp.rotation.recursive import agayan_sarukhanyan, miyamoto
-from rotexp.rotation.sequences import golay_pair, has_t_sequences, sign_row, stored, t_sequences
-from rotexp.rotation.williamson import has_williamson, williamson_rows
+from rotexp.orthogonal.goethals_seidel import four_sequences, has_goethals_seidel
+from rotexp.orthogonal.hadamard import hadamard, hadamard_factors, is_constructible
+from rotexp.orthogonal.paley import conference_matrix
+from rotexp.orthogonal.recursive import agayan_sarukhanyan, miyamoto
+from rotexp.orthogonal.sequences import golay_pair, has_t_sequences, sign_row, stored, t_sequences
+from rotexp.orthogonal.williamson import has_williamson, williamson_rows
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -10,7 +10,7 @@ import pytest
 from test_gguf import write_gguf
 from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
 
-from rotexp.config import ModelConfig, ModelSource, QuantConfig, RotationConfig
+from rotexp.config.schema import ModelConfig, ModelSource, QuantConfig, RotationConfig
 from rotexp.models import hf_config
 from rotexp.models.load import open_structure
 from rotexp.rotation.survey import Survey, survey

@@ -13,12 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from rotexp import inputs
-from rotexp.config import Config, ShardingConfig, Strategy, SyncConfig, SyncMode
-from rotexp.evaluate import AS_IT_COMES
+from rotexp.config.schema import Config, ShardingConfig, Strategy, SyncConfig, SyncMode
 from rotexp.launch.start import check_machine, start
-from rotexp.sync.guard import install, installed
-from rotexp.sync.internals import ALLOWED_TORCH, DIVISION, GUARD, Internals
+from rotexp.run import inputs
+from rotexp.run.evaluation import AS_IT_COMES
+from rotexp.sharding.fsdp_internals import ALLOWED_TORCH, DIVISION, GUARD, Internals
+from rotexp.sharding.guard import install, installed
 
 TORCH = "2.13, which is tested"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from rotexp.config import QuantConfig, RotationConfig
+from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.attention import PREFIX, Cache

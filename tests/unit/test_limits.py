@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rotexp.config import TrackerConfig, TrackerKind, WandbMode
+from rotexp.config.schema import TrackerConfig, TrackerKind, WandbMode
 from rotexp.tracking.limits import check_sweep, check_tracker
 from rotexp.tracking.workspace import build_workspace
 from rotexp.train import main

@@ -32,15 +32,15 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
 
-from rotexp.command_line import register
-from rotexp.compose import to_config
-from rotexp.config import ModelConfig, ModelDtype, ModelSource
+from rotexp.config.composition import to_config
+from rotexp.config.schema import ModelConfig, ModelDtype, ModelSource
+from rotexp.launch.command_line import register
 from rotexp.launch.start import start
 from rotexp.models import tiny
-from rotexp.models.checkpoint import Checkpoint, ExpertStack
 from rotexp.models.load import build_model, open_checkpoint, resolve_model, summarize_model
 from rotexp.models.materialize import materialize
 from rotexp.models.save import companions
+from rotexp.models.stored_model import ExpertStack, StoredModel
 from rotexp.models.weight_files import FileWeights
 
 SHAPE = {
@@ -111,7 +111,7 @@ def asked(path: Path | str, **options: Any) -> ModelConfig:
     return ModelConfig("hf", ModelSource.hf, str(path), **options)
 
 
-def opened(path: Path | str, **options: Any) -> Checkpoint:
+def opened(path: Path | str, **options: Any) -> StoredModel:
     return open_checkpoint(asked(path, **options), seed=0)
 
 
@@ -122,7 +122,7 @@ def refusal(path: Path | str, **options: Any) -> str:
     return str(caught.value)
 
 
-def assert_equals_transformers(checkpoint: Checkpoint, reference: Any) -> None:
+def assert_equals_transformers(checkpoint: StoredModel, reference: Any) -> None:
     """Compare every parameter, read whole and row by row, and the logits."""
     network: Any = build_model(checkpoint, dtype=reference.dtype)
     materialize(network, checkpoint, device=torch.device("cpu"))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from rotexp.config import QuantConfig, RotationConfig, RotationInit
+from rotexp.config.schema import QuantConfig, RotationConfig, RotationInit
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.invariance import check_merged, relative_error, trace
 from rotexp.rotation.linear import RotatedLinear

@@ -8,10 +8,10 @@ import hydra
 import pytest
 import rotexp.conf
 
-from rotexp.command_line import register
-from rotexp.compose import to_config
-from rotexp.config import ModelConfig, ModelDtype, ModelSource
-from rotexp.validation import validate
+from rotexp.config.composition import to_config
+from rotexp.config.schema import ModelConfig, ModelDtype, ModelSource
+from rotexp.config.validation import validate
+from rotexp.launch.command_line import register
 
 FOLDER = Path(rotexp.conf.__path__[0]) / "model"
 PRESETS = sorted(file.stem for file in FOLDER.glob("*.yaml"))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rotexp.config import COMPONENTS, QuantConfig, RotationConfig
+from rotexp.config.schema import COMPONENTS, QuantConfig, RotationConfig
+from rotexp.config.targets import build
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.mode import Mode
-from rotexp.targets import build
 from rotexp.training.objectives import CrossEntropy, KLDivergence, TopKKLDivergence
 
 VOCABULARY = 17

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rotexp.config import (
+from rotexp.config.schema import (
     AdamWConfig,
     CayleySGDConfig,
     Config,

@@ -24,7 +24,7 @@ def test_the_configuration_is_packaged_from_its_folder() -> None:
     assert (ROOT / "conf" / "__init__.py").is_file()
     assert "**/*.yaml" in setuptools["package-data"]["rotexp.conf"]
     assert "weights/*" in setuptools["package-data"]["rotexp.models.tiny"]
-    assert "web/*" in setuptools["package-data"]["rotexp.report"]
+    assert "web/*" in setuptools["package-data"]["rotexp.comparison"]
 
 
 def test_declared_commands_exist() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from report_runs import PROTOCOL, make_run, summary
 
-from rotexp.report.axes import find_axes, setting
-from rotexp.report.collect import collect, differences
-from rotexp.report.find import read_runs
-from rotexp.report.runs import Run
+from rotexp.comparison.axes import find_axes, setting
+from rotexp.comparison.collect import collect, differences
+from rotexp.comparison.find import read_runs
+from rotexp.comparison.runs import Run
 
 
 def runs_with(tmp_path: Path, *changes: dict[str, Any]) -> list[Run]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from report_runs import make_run, step_row, summary
 
-from rotexp.report.collect import collect
-from rotexp.report.page import page as make_page
+from rotexp.comparison.collect import collect
+from rotexp.comparison.page import page as make_page
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 BROWSER = next((found for name in NAMES if (found := shutil.which(name))), None)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from report_runs import make_run, step_row, summary
 
-from rotexp.report.collect import collect
-from rotexp.report.page import embedded, page
-from rotexp.report.payload import MOST_POINTS, thinned
+from rotexp.comparison.collect import collect
+from rotexp.comparison.page import embedded, page
+from rotexp.comparison.payload import MOST_POINTS, thinned
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--<script>"
 LOADING = {"src", "href", "action", "data", "poster", "srcset", "background", "formaction"}

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from report_runs import make_run, phase_rows, step_row, summary
 
-from rotexp.report.collect import collect
-from rotexp.report.figures import FIGURES
-from rotexp.report.find import read_runs
-from rotexp.report.runs import Run, read_run
+from rotexp.comparison.collect import collect
+from rotexp.comparison.figures import FIGURES
+from rotexp.comparison.find import read_runs
+from rotexp.comparison.runs import Run, read_run
 
 
 def names(*folders: Path) -> list[str]:

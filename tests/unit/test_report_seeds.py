@@ -5,7 +5,7 @@ import random
 import pytest
 from scipy import stats
 
-from rotexp.report.seeds import compare, welch_interval
+from rotexp.comparison.seeds import compare, welch_interval
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 7), (5, 5)])

@@ -9,9 +9,9 @@ import pytest
 from report_runs import make_run, summary
 from rich.console import Console
 
-from rotexp.report.collect import Report, collect
-from rotexp.report.table import to_csv, to_json
-from rotexp.report.terminal import parts, show_number
+from rotexp.comparison.collect import Report, collect
+from rotexp.comparison.table import to_csv, to_json
+from rotexp.comparison.terminal import parts, show_number
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rotexp.config import QuantConfig
+from rotexp.config.schema import QuantConfig
 from rotexp.models.arch import ValueRows
+from rotexp.orthogonal.hadamard import HadamardTransform, random_orthogonal
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import RotationBank
-from rotexp.rotation.hadamard import HadamardTransform, random_orthogonal
 from rotexp.rotation.hooks import RotatedInput, RotatedOutput
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rotexp.signals import ENDING, SAVING, Interrupted, interruptible, watched
+from rotexp.process.signals import ENDING, SAVING, Interrupted, interruptible, watched
 
 
 def send(number: signal.Signals) -> None:
@@ -90,9 +90,9 @@ def test_somebody_else_watches_until_the_end_of_the_block() -> None:
 STUCK = """
 import hashlib, json, os, signal, sys
 from pathlib import Path
-from rotexp.config import Config, LaunchConfig
+from rotexp.config.schema import Config, LaunchConfig
 from rotexp.launch.ending import LastResort
-from rotexp.signals import interruptible, watched
+from rotexp.process.signals import interruptible, watched
 
 folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
 last_resort = LastResort(Config(launch=LaunchConfig(grace_seconds=0.5)), folder)

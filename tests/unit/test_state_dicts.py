@@ -5,17 +5,17 @@ import torch
 
 from rotexp.sharding import state_dicts
 from rotexp.sharding.communication import Communication
-from rotexp.sharding.pieces import Pieces
+from rotexp.sharding.split_vector import SplitVector
 from rotexp.sharding.state_dicts import Form, check_state, form, full_state, load_full_state
 
 
-def state() -> dict[str, torch.Tensor | Pieces]:
+def state() -> dict[str, torch.Tensor | SplitVector]:
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(11, generator=generator)
     return {
         "weight": torch.nn.Parameter(torch.randn(37, 3, generator=generator)),
         "count": torch.tensor(7),
-        "vector": Pieces(11, [0, 4], [vector[:4], vector[4:]]),
+        "vector": SplitVector(11, [0, 4], [vector[:4], vector[4:]]),
     }
 
 
@@ -81,4 +81,4 @@ def test_a_dtype_may_widen_but_not_lose_bits(found: torch.dtype | None, own: tor
 
 
 def test_a_vector_of_which_this_rank_holds_nothing_has_a_shape() -> None:
-    assert form(Pieces(5, [], [])) == Form((5,), None)
+    assert form(SplitVector(5, [], [])) == Form((5,), None)

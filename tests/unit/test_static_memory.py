@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import facts
 from benchmarks.trained_memory import MemoryRequest, table
-from rotexp.config import Config, Strategy, Trainable
+from rotexp.config.schema import Config, Strategy, Trainable
 from rotexp.metrics.static_memory import Bank, StaticBytes, Weight, predict, static_bytes
 from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model, open_checkpoint

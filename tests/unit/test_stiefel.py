@@ -9,8 +9,8 @@ import scipy.linalg  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from rotexp.optim import stiefel
 from rotexp.optim.options import CayleySGDOptions
+from rotexp.orthogonal import stiefel
 
 SEEDS = range(4)
 SIZES = (1, 2, 5, 16, 33)

@@ -21,9 +21,9 @@ SECONDS = 60
 PROGRAM = textwrap.dedent("""
     import json, multiprocessing, os, signal, sys, time
     from pathlib import Path
-    from rotexp.config import Config, LaunchConfig
+    from rotexp.config.schema import Config, LaunchConfig
     from rotexp.launch.stopping import RankSignals, listen_as_rank
-    from rotexp.signals import Interrupted, StopRequest, interruptible
+    from rotexp.process.signals import Interrupted, StopRequest, interruptible
 
     folder = Path(sys.argv[1])
 
@@ -191,4 +191,4 @@ def test_before_there_are_ranks_the_signal_is_an_exception(
 ) -> None:
     code, _, errors = program("1000", when=lambda _pid: (tmp_path / "aside" / "started").exists())
     assert code != 0
-    assert errors.splitlines()[-1] == "rotexp.signals.Interrupted: interrupted by SIGTERM"
+    assert errors.splitlines()[-1] == "rotexp.process.signals.Interrupted: interrupted by SIGTERM"

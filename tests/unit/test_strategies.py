@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from rotexp.config import Dtype, Precision, ShardingConfig, Strategy
+from rotexp.config.schema import Dtype, Precision, ShardingConfig, Strategy
+from rotexp.config.validation import mesh_sizes
 from rotexp.sharding.strategies import check_effective, precision_policy, read_back, shard
-from rotexp.validation import mesh_sizes
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from families import FAMILIES, make_source
 from torch import nn
 from transformers import LlamaForCausalLM, MixtralConfig
 
-from rotexp.library_errors import refused
+from rotexp.errors.library import refused
 from rotexp.models.structure import build_network
 
 

@@ -20,8 +20,8 @@ import pytest
 from damaged import damaged
 from omegaconf import OmegaConf
 
-from rotexp.compose import resolved_yaml
-from rotexp.config import (
+from rotexp.config.composition import resolved_yaml
+from rotexp.config.schema import (
     COMPONENTS,
     Config,
     DataConfig,
@@ -32,15 +32,15 @@ from rotexp.config import (
     RotationConfig,
     SweepConfig,
 )
-from rotexp.folders import claimed
+from rotexp.files.folders import claimed
+from rotexp.process.signals import Interrupted
 from rotexp.quant.spec import QuantSpec
-from rotexp.signals import Interrupted
+from rotexp.runfolder.records import write_summary
 from rotexp.sweep import child
 from rotexp.sweep.names import job_name
 from rotexp.sweep.outcome import Job, Outcome, Status, finished_before, left
 from rotexp.sweep.scheduled import ask_for_requeue
 from rotexp.sweep.sweep import JOBS_FILE, Sweep
-from rotexp.tracking.files import write_summary
 
 PROGRAM = """
     #!{python}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rotexp.config import Config, LaunchConfig, LaunchKind, ShardingConfig, Strategy
+from rotexp.config.schema import Config, LaunchConfig, LaunchKind, ShardingConfig, Strategy
 from rotexp.sweep.devices import shares, visible_accelerators, with_share_of_threads
 
 

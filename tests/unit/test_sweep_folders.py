@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from report_runs import make_run
 
-from rotexp.report.collect import collect
+from rotexp.comparison.collect import collect
 from rotexp.sweep.outcome import Job, left
 from rotexp.sweep.sweep import Sweep
 from rotexp.train import main

@@ -12,7 +12,7 @@ from families import FAMILIES, WITHOUT_R1, from_config, logits, make_source, mak
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from rotexp.config import ModelConfig, ModelSource, QuantConfig, RotationConfig, Trainable
+from rotexp.config.schema import ModelConfig, ModelSource, QuantConfig, RotationConfig, Trainable
 from rotexp.models.arch import embedding_name, find_spec, head_name, is_tied
 from rotexp.models.load import build_model, open_checkpoint, open_structure
 from rotexp.models.materialize import materialize

@@ -13,7 +13,7 @@ from families import FAMILIES, WANTED, from_config, logits, make_source, make_to
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rotexp.config import QuantConfig, RotationConfig
+from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.models.arch import find_spec, head_name, is_tied
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.merge import merge, prepare

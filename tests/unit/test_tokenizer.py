@@ -18,10 +18,10 @@ from transformers import AutoTokenizer, LlamaConfig, Qwen2Config
 
 from rotexp.data.blocks import cut
 from rotexp.data.corpora import builtin_corpus
-from rotexp.library_errors import quiet_if_refused
+from rotexp.errors.library import quiet_if_refused
 from rotexp.models import tiny
-from rotexp.models.checkpoint import Checkpoint, RandomWeights
 from rotexp.models.save import companions, save_checkpoint
+from rotexp.models.stored_model import RandomWeights, StoredModel
 from rotexp.models.tokenizer import code_of_its_own, load_tokenizer, tokenizer_files
 
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
@@ -37,9 +37,9 @@ SHAPE = {
 }
 
 
-def opened(place: Path) -> Checkpoint:
+def opened(place: Path) -> StoredModel:
     """A checkpoint of which only the place of its tokenizer matters."""
-    return Checkpoint("test", None, RandomWeights({}, seed=0), str(place))
+    return StoredModel("test", None, RandomWeights({}, seed=0), str(place))
 
 
 def write(folder: Path, files: dict[str, Any]) -> None:

@@ -15,12 +15,11 @@ import yaml
 from damaged import damaged
 from safetensors.torch import save_file
 
-from rotexp import folders
-from rotexp.config import Config, TrackerConfig, TrackerKind, WandbMode
+from rotexp.config.schema import Config, TrackerConfig, TrackerKind, WandbMode
+from rotexp.files import folders
+from rotexp.files.reading import UnreadableError
 from rotexp.metrics.keys import METRICS, check_keys, find_metric
-from rotexp.reading import UnreadableError
-from rotexp.tracking import wandb as mirror
-from rotexp.tracking.files import (
+from rotexp.runfolder.records import (
     MetricsFile,
     finite,
     read_metrics,
@@ -31,6 +30,7 @@ from rotexp.tracking.files import (
     write_atomically,
     write_summary,
 )
+from rotexp.tracking import wandb as mirror
 from rotexp.tracking.naming import mirrored_config
 from rotexp.tracking.tracker import Trackers, open_trackers
 from rotexp.tracking.upload import replay
@@ -407,7 +407,7 @@ def test_one_failing_row_loses_that_row_alone(
     assert (run.summary["status"], run.exit_codes, len(run.artifacts)) == ("done", [0], 1)
     assert opened.run_id == "run1"
     (warning,) = warnings_of(caplog)
-    again = f"python -m rotexp.sync --rebuild {tmp_path} sends it anew"
+    again = f"python -m rotexp.upload --rebuild {tmp_path} sends it anew"
     assert (
         warning == f"W&B: no such host; what it did not take is missing there, metrics.jsonl holds everything, {again}"
     )
@@ -447,7 +447,7 @@ def test_a_run_that_cannot_be_opened_online_is_recorded_offline(
     assert modes == tried
     (warning,) = warnings_of(caplog)
     if mode == "online":
-        assert warning == f"W&B: no such host; recorded offline, python -m rotexp.sync {tmp_path} uploads it"
+        assert warning == f"W&B: no such host; recorded offline, python -m rotexp.upload {tmp_path} uploads it"
         assert ([step for step, _ in run.rows], run.exit_codes) == ([1, 2, 3], [0])
     else:
         assert warning.startswith("W&B: no such host; the run goes on without it, metrics.jsonl holds everything")

@@ -20,7 +20,7 @@ from families import (
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rotexp.config import (
+from rotexp.config.schema import (
     Config,
     ModelConfig,
     ModelSource,
@@ -29,10 +29,8 @@ from rotexp.config import (
     Trainable,
     TrainConfig,
 )
-from rotexp.finished_run import FinishedRun
 from rotexp.quant.fake import search_clip_ratios
 from rotexp.quant.spec import QuantSpec
-from rotexp.rebuild import merge_rebuilt, rebuild
 from rotexp.rotation.experts import RotatedExperts
 from rotexp.rotation.file import save_rotations
 from rotexp.rotation.invariance import check_merged, relative_error, trace
@@ -40,6 +38,8 @@ from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.trainable import load_trained, start_scales, train_also
+from rotexp.run.rebuild import merge_rebuilt, rebuild
+from rotexp.runfolder.finished_run import FinishedRun
 from rotexp.training.optimizers import Optimizers
 
 W4 = QuantConfig(weights=QuantSpec(4, clip_search=True))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from rotexp.config import (
+from rotexp.config.schema import (
     COMPONENTS,
     CayleySGDConfig,
     Config,
@@ -25,12 +25,12 @@ from rotexp.config import (
 )
 from rotexp.data.blocks import BlockSampler
 from rotexp.metrics.flops import Utilization
+from rotexp.process.signals import StopRequest
 from rotexp.quant.fake import search_clip_ratios
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.trainable import train_also
 from rotexp.sharding.communication import Communication
-from rotexp.signals import StopRequest
 from rotexp.training.loop import train
 from rotexp.training.state import TrainingState
 

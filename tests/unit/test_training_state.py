@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from rotexp.config import COMPONENTS, CayleySGDConfig, Config, EvaluationConfig, RotationConfig, Trainable, TrainConfig
+from rotexp.config.schema import (
+    COMPONENTS,
+    CayleySGDConfig,
+    Config,
+    EvaluationConfig,
+    RotationConfig,
+    Trainable,
+    TrainConfig,
+)
 from rotexp.rotation.trainable import train_also
 from rotexp.sharding.communication import Communication
-from rotexp.sharding.pieces import Pieces
 from rotexp.sharding.replicas import Divergence
+from rotexp.sharding.split_vector import SplitVector
 from rotexp.training.best import Choice
 from rotexp.training.state import TrainingState
 
@@ -53,8 +61,8 @@ def marks(state: TrainingState) -> set[float]:
     return {float(tensor.mean()) for tensor in (state.best.rotations["R1"], state.best.held[WEIGHT])}
 
 
-def parts(value: torch.Tensor | Pieces) -> list[torch.Tensor]:
-    return value.tensors if isinstance(value, Pieces) else [value]
+def parts(value: torch.Tensor | SplitVector) -> list[torch.Tensor]:
+    return value.tensors if isinstance(value, SplitVector) else [value]
 
 
 def test_a_skipped_step_is_never_the_best_whatever_its_loss(config: Config, build: Callable[..., Any]) -> None:

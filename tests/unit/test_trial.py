@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
-from rotexp.config import QuantConfig, RotationConfig
+from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.models.arch import find_spec
 from rotexp.models.structure import build_network
 from rotexp.rotation import trial

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2MoeConfig
 
-from rotexp.config import QuantConfig, RotationConfig, RotationInit
+from rotexp.config.schema import QuantConfig, RotationConfig, RotationInit
 from rotexp.models.arch import find_spec
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.placement import place

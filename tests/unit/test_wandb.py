@@ -18,8 +18,8 @@ import yaml
 from safetensors.torch import save_file
 from wandb.proto.wandb_internal_pb2 import Record
 
-from rotexp.compose import to_plain
-from rotexp.config import (
+from rotexp.config.composition import to_plain
+from rotexp.config.schema import (
     Config,
     DataConfig,
     DataSource,
@@ -39,10 +39,9 @@ from rotexp.config import (
     WandbMode,
 )
 from rotexp.metrics.rotations import rotation_metrics, rotation_rows
-from rotexp.optim.stiefel import orthogonality_error
-from rotexp.short_names import shortened
+from rotexp.orthogonal.stiefel import orthogonality_error
+from rotexp.runfolder.records import truncate_metrics, write_summary
 from rotexp.tracking import upload
-from rotexp.tracking.files import truncate_metrics, write_summary
 from rotexp.tracking.naming import (
     artifact_name,
     axes_name,
@@ -51,6 +50,7 @@ from rotexp.tracking.naming import (
     place_in_group,
     tags,
 )
+from rotexp.tracking.short_names import shortened
 from rotexp.tracking.tracker import Trackers, open_trackers
 from rotexp.tracking.upload import find_runs, replay
 from rotexp.tracking.wandb import WandbMirror

@@ -1,0 +1,1 @@
+"""Config: the schema, its validation and composition, what `_target_` may name, and how mistakes are explained."""

@@ -1,0 +1,1 @@
+"""Orthogonal matrices: Hadamard constructions and the maths of steps on the manifold, pure."""

@@ -1,1 +1,0 @@
-"""Reports: tables and one self-contained page that compare runs, from nothing but their folders."""

@@ -1,0 +1,1 @@
+"""Own rows: a sharded weight of which every rank rotates and quantizes its own rows."""

@@ -1,0 +1,1 @@
+"""Run: one experiment on one rank, from its inputs to what it leaves."""

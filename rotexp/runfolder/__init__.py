@@ -1,0 +1,1 @@
+"""A run's folder: what its files are called, written and read."""

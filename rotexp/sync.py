@@ -1,0 +1,17 @@
+"""What `python -m rotexp.upload` was called before: answers as that does, and says so."""
+
+from __future__ import annotations
+
+import sys
+
+from rotexp.upload import main as upload
+
+
+def main() -> int:
+    """Upload what the command line names, and return the exit code."""
+    sys.stderr.write("rotexp: rotexp.sync is now called rotexp.upload\n")
+    return upload()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

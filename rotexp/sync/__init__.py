@@ -1,1 +1,0 @@
-"""Sync: the guard that orders FSDP2's unshards before their consumers."""
