@@ -29,12 +29,12 @@ from benchmarks.variants import (
     load_network,
     rotated_model,
 )
-from rotexp.config.schema import ShardingConfig, Strategy, SyncConfig, SyncMode
 from rotexp.metrics.memory import peaks, reset_peaks
 from rotexp.optim.cayley_sgd import CayleySGD
 from rotexp.rotation.own_rows.division import dividing
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.guard import UnshardGuard, install
+from rotexp.sharding.options import ShardingConfig, Strategy, SyncConfig, SyncMode
 from rotexp.sharding.strategies import shard
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.objectives import CrossEntropy

@@ -19,38 +19,29 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks import facts
 from benchmarks.variants import QUANTIZERS, RANDOM_SIZES
-from rotexp.config.schema import (
-    MINIMUM_WORLD,
-    CayleySGDConfig,
-    Config,
-    EMAConfig,
-    ModelConfig,
-    ModelDtype,
-    ModelSource,
-    ObjectiveConfig,
-    RotationConfig,
-    ShardingConfig,
-    Strategy,
-    Trainable,
-    TrainConfig,
-)
+from rotexp.config.schema import Config
 from rotexp.config.targets import build
 from rotexp.metrics.memory import GIB, peaks, reset_peaks
 from rotexp.metrics.static_memory import StaticBytes, predict
 from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model, open_checkpoint
 from rotexp.models.materialize import materialize
+from rotexp.models.options import ModelConfig, ModelDtype, ModelSource
 from rotexp.models.stored_model import StoredModel
+from rotexp.optim.options import CayleySGDConfig
 from rotexp.rotation.merge import prepare
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.own_rows.division import Division, dividing, may_divide
 from rotexp.rotation.placement import place
 from rotexp.rotation.trainable import start_scales, train_also
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.local_rows import local_rows
+from rotexp.sharding.options import MINIMUM_WORLD, ShardingConfig, Strategy
 from rotexp.sharding.strategies import shard
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.objectives import Teacher
+from rotexp.training.options import EMAConfig, ObjectiveConfig, Trainable, TrainConfig
 from rotexp.training.state import TrainingState
 from rotexp.training.teacher import load_teacher
 

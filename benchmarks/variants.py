@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import peers
-from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.models.arch import find_spec
 from rotexp.optim.cayley_sgd import CayleySGD
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.merge import prepare
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.placement import place
 from rotexp.sharding.communication import Communication
 from rotexp.training.coordinator import Coordinator
@@ -93,9 +94,9 @@ def load_network(workload: Workload) -> nn.Module:
     """Return the workload's Hugging Face model, frozen, untied, with memory of its own."""
     if workload.model != "gguf":
         return random_network(llama_shape(workload.model), dtype=workload.dtype, device=workload.device)
-    from rotexp.config.schema import ModelConfig, ModelSource
     from rotexp.models.load import build_model, open_checkpoint
     from rotexp.models.materialize import materialize
+    from rotexp.models.options import ModelConfig, ModelSource
 
     checkpoint = open_checkpoint(ModelConfig("smollm2_135m_gguf", ModelSource.gguf), seed=0)
     network = build_model(checkpoint, dtype=workload.dtype)

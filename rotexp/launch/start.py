@@ -9,13 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rotexp.config.schema import MINIMUM_WORLD, Config, LaunchKind, SyncMode
+from rotexp.config.schema import Config
 from rotexp.config.validation import validate_world
 from rotexp.files.folders import claimed
 from rotexp.launch.ending import LastResort, recorded
+from rotexp.launch.options import LaunchKind
 from rotexp.process.outer import adopt, is_first
 from rotexp.process.signals import StopRequest, interruptible, watched
 from rotexp.run.beginning import Beginning, check_model, find_beginning
+from rotexp.sharding.options import MINIMUM_WORLD, SyncMode
 
 
 def start(config: Config, folder: Path) -> int:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotexp.config.schema import Config, ShardingConfig, Strategy
+from rotexp.config.schema import Config
 from rotexp.config.targets import build
 from rotexp.config.validation import mesh_sizes
 from rotexp.metrics.quantizer_memory import FP32_BYTES, QuantizerBytes, quantizer_bytes
 from rotexp.models.arch import embedding_name, head_name
 from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.buckets import shard_numel
+from rotexp.sharding.options import ShardingConfig, Strategy
 from rotexp.sharding.strategies import is_split, precision_policy
 
 NO_QUANTIZERS = QuantizerBytes()

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from rotexp.config.composition import whole_path
-from rotexp.config.schema import ModelConfig, ModelDtype, ModelSource
 from rotexp.errors.library import quiet_if_refused
 from rotexp.errors.wording import dtype_name
 from rotexp.files.reading import lost_target
@@ -21,6 +20,7 @@ from rotexp.models.arch import ArchSpec, embedding_name, head_name, tie
 from rotexp.models.gguf import open_gguf, read_gguf_config, require_packages
 from rotexp.models.hf_config import CONFIG_FILE, REMEDY, read_config
 from rotexp.models.hub import fetch_description, fetch_weights
+from rotexp.models.options import ModelConfig, ModelDtype, ModelSource
 from rotexp.models.stored_model import RandomWeights, Source, StoredModel, Weights
 from rotexp.models.structure import Structure, build_network, fit, read_structure
 from rotexp.models.weight_folder import file_weights, folder_weights, is_weights, require_model

@@ -114,3 +114,11 @@ def _require_enum(value: object, choices: type[Enum], *, key: str) -> None:
 def _require_integer(value: object, minimum: int, *, key: str, remedy: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise ValueError(f"{key}={value} is not an integer of at least {minimum}; {remedy}")
+
+
+@dataclass(frozen=True)
+class CayleySGDConfig(CayleySGDOptions):
+    """`optimizer=cayley_sgd`: the options of `rotexp.optim.cayley_sgd.CayleySGD`."""
+
+    name: str = "cayley_sgd"
+    _target_: str = "rotexp.optim.cayley_sgd.CayleySGD"

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rotexp.config.schema import RotationConfig, RotationInit
 from rotexp.models.arch import ArchSpec, decoder_layers, embedding_name, head_name
 from rotexp.orthogonal.hadamard import is_constructible
 from rotexp.quant.fake import FakeQuantizer
@@ -22,6 +21,7 @@ from rotexp.rotation.file import assign_rotations, load_rotations
 from rotexp.rotation.hooks import RotatedInput, RotatedOutput
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode
+from rotexp.rotation.options import RotationConfig, RotationInit
 
 SCALES = "quantizer_scales"
 """The name under which a model registers its learned scales."""

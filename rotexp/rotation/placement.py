@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.models.arch import (
     ArchSpec,
     decoder_layers,
@@ -23,6 +22,7 @@ from rotexp.models.arch import (
 from rotexp.models.sharing import shared_parameters
 from rotexp.orthogonal.hadamard import HadamardTransform, hadamard_obstacle, largest_block
 from rotexp.quant.fake import FakeQuantizer
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.attention import Cache, cache_obstacle, place_cache
 from rotexp.rotation.bank import Rotation, RotationBank
@@ -32,6 +32,7 @@ from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.model import RotatedModel, check_width, draw_start
 from rotexp.rotation.norms import norm_kinds, norm_readers
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.shared_input import SharedInput
 from rotexp.rotation.trial import Trial
 

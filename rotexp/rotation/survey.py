@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.models.arch import decoder_layers, find_spec, head_dim, head_name, roles
 from rotexp.models.load import build_model
 from rotexp.models.stored_model import StoredModel
 from rotexp.orthogonal.hadamard import hadamard_factors, is_constructible
+from rotexp.quant.options import QuantConfig
 from rotexp.rotation.experts import RotatedExperts
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.model import Consumer, RotatedModel
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.placement import BANK, place
 
 KEYS = ("r1", "r2", "r3", "r4")

@@ -12,13 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from rotexp.config.schema import Trainable
 from rotexp.errors.wording import few_faults
 from rotexp.quant.scales import QuantizerScales
 from rotexp.rotation.experts import RotatedExperts
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.model import SCALES, RotatedModel
 from rotexp.sharding.local_rows import gathered, largest_magnitude, reshard, write_rows
+from rotexp.training.options import Trainable
 
 
 def train_also(model: RotatedModel, params: Trainable) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rotexp.config.schema import RotationConfig, RotationInit
 from rotexp.errors.library import reason
 from rotexp.models.arch import ArchSpec, decoder_layers, down_widths, model_type
 from rotexp.rotation.bank import RotationBank
@@ -33,6 +32,7 @@ from rotexp.rotation.miniature import (
 )
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.options import RotationConfig, RotationInit
 
 LIMIT = 1e-6
 """Largest error of a right rotation, relative to the largest logit or activation; in float64 it is about 1e-15."""

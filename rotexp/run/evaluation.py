@@ -11,26 +11,20 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from rotexp.config.composition import to_config, writable
-from rotexp.config.schema import (
-    COMPONENTS,
-    Config,
-    DataConfig,
-    DataSource,
-    EvaluateConfig,
-    ModelDtype,
-    QuantConfig,
-    RotationConfig,
-    ShardingConfig,
-    SyncConfig,
-    TrainConfig,
-)
-from rotexp.config.validation import KEYS_OF_SOURCE
+from rotexp.config.schema import COMPONENTS, Config
+from rotexp.data.options import KEYS_OF_SOURCE, DataConfig, DataSource
 from rotexp.errors.library import is_out_of_memory
 from rotexp.files.folders import write_atomically
+from rotexp.models.options import ModelDtype
 from rotexp.process.exit_codes import DONE, FAILED
 from rotexp.process.outer import is_first
 from rotexp.process.signals import Interrupted, interruptible
+from rotexp.quant.options import QuantConfig
+from rotexp.rotation.options import RotationConfig
+from rotexp.run.options import EvaluateConfig
 from rotexp.runfolder.finished_run import FinishedRun, read_finished_run
+from rotexp.sharding.options import ShardingConfig, SyncConfig
+from rotexp.training.options import TrainConfig
 
 if TYPE_CHECKING:
     import torch

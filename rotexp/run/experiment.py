@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from rotexp.config.composition import config_digest, to_plain
-from rotexp.config.schema import Config, Strategy, Trainable, TrainConfig
+from rotexp.config.schema import Config
 from rotexp.config.targets import build
 from rotexp.metrics.flops import Utilization, utilization
 from rotexp.metrics.profiler import StepProfiler
@@ -37,6 +37,7 @@ from rotexp.runfolder.records import finite, truncate_metrics, write_summary
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.digest import weights_digest
 from rotexp.sharding.guard import GuardCounts, UnshardGuard, install
+from rotexp.sharding.options import Strategy
 from rotexp.sharding.strategies import EffectiveSharding, precision_policy, shard
 from rotexp.tracking.console import StartUp, TrainingProgress, profile_table, results_table, startup_panel
 from rotexp.tracking.phases import Phases
@@ -45,6 +46,7 @@ from rotexp.tracking.tracker import open_trackers
 from rotexp.training.batches import tokens_per_step
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.loop import train
+from rotexp.training.options import Trainable, TrainConfig
 from rotexp.training.saved_state import Checkpoints
 from rotexp.training.state import TrainingState, TrainResult
 

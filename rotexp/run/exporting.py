@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from rotexp.config.composition import config_digest, to_plain
-from rotexp.config.schema import ExportConfig, ExportDtype, ExportFormat, ExportOptions
 from rotexp.errors.library import is_out_of_memory
 from rotexp.errors.requirements import require
 from rotexp.errors.wording import dtype_name
@@ -20,6 +19,7 @@ from rotexp.files.folders import check_free, complete_folder
 from rotexp.process.exit_codes import DONE, FAILED
 from rotexp.process.outer import is_first
 from rotexp.process.signals import Interrupted, interruptible
+from rotexp.run.options import ExportConfig, ExportDtype, ExportFormat, ExportOptions
 from rotexp.runfolder.finished_run import FinishedRun, read_finished_run
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotexp.config.schema import Config, DataConfig, DataSource
+from rotexp.config.schema import Config
 from rotexp.data.blocks import BlockSampler, TokenBlocks, cut, unknown_share
 from rotexp.data.corpora import Corpus, builtin_corpus, cut_to, text_digest, wikitext2_corpus
+from rotexp.data.options import DataConfig, DataSource
 from rotexp.data.overlap import PASSAGE, SHORTEST_UNIT, Repetition, repetition
 from rotexp.data.text_files import find_text
 from rotexp.models.arch import find_spec

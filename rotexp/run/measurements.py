@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotexp.config.schema import Config, RotationInit
+from rotexp.config.schema import Config
 from rotexp.metrics.quality import Quality, Share, evaluate, next_token_loss
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.options import RotationInit
 from rotexp.run.inputs import Inputs
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.ema import ShardedEMA

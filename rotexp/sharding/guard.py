@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from rotexp.config.schema import SyncConfig, SyncMode
 from rotexp.sharding.fsdp_internals import ALLOWED_TORCH, GUARD, STREAMS, TESTED, check_internals
+from rotexp.sharding.options import SyncConfig, SyncMode
 
 
 @dataclass(frozen=True)

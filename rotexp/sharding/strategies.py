@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from rotexp.config.schema import Dtype, Precision, ShardingConfig, Strategy
 from rotexp.config.validation import mesh_sizes
+from rotexp.sharding.options import Dtype, Precision, ShardingConfig, Strategy
 
 PRESETS = {
     Precision.none: (None, None, None),

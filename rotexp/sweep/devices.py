@@ -7,7 +7,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rotexp.config.schema import MINIMUM_WORLD, Config, LaunchKind
+from rotexp.config.schema import Config
+from rotexp.launch.options import LaunchKind
+from rotexp.sharding.options import MINIMUM_WORLD
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

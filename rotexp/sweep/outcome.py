@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rotexp.config.composition import differences, to_plain
-from rotexp.config.schema import RECORDING, Config, ModelConfig, ModelDtype
+from rotexp.config.schema import RECORDING, Config
 from rotexp.files.reading import UnreadableError
+from rotexp.models.options import ModelConfig, ModelDtype
 from rotexp.process.exit_codes import INTERRUPTED, TERMINATED, WRONG_REQUEST
 from rotexp.runfolder.finished_run import read_finished_run
 from rotexp.runfolder.records import STATUSES, read_summary, readable_summary, write_summary

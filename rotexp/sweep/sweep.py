@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from rotexp.config.schema import SweepConfig
 from rotexp.files.folders import claimed, make_folder, write_atomically
 from rotexp.process.signals import SAVING, Interrupted
 from rotexp.runfolder.layout import JOBS_FILE
 from rotexp.runfolder.records import finite
 from rotexp.sweep.child import LOG_FILE, Child
 from rotexp.sweep.devices import VISIBLE, shares, visible_accelerators, with_share_of_threads
+from rotexp.sweep.options import SweepConfig
 from rotexp.sweep.outcome import Job, Outcome, Status, ended, finished_before, left
 from rotexp.sweep.table import show
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rotexp.config.schema import TrackerConfig, TrackerKind, WandbMode
 from rotexp.errors.requirements import require
+from rotexp.tracking.options import TrackerConfig, TrackerKind, WandbMode
 
 LONGEST_NAME, LONGEST_JOB_TYPE, LONGEST_TAG = 128, 64, 64
 """In characters: of projects, runs, groups and ids; of job types; of tags."""

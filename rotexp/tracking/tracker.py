@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rotexp.config.schema import Config, TrackerKind, WandbMode
+from rotexp.config.schema import Config
 from rotexp.metrics.keys import check_keys
 from rotexp.runfolder.records import MetricsFile, read_metrics, revived
+from rotexp.tracking.options import TrackerKind, WandbMode
 
 if TYPE_CHECKING:
     from rotexp.tracking.wandb import WandbMirror

@@ -12,11 +12,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rotexp.config.schema import TrackerConfig, TrackerKind, WandbMode
 from rotexp.files.reading import read_yaml
 from rotexp.runfolder.layout import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 from rotexp.runfolder.records import read_metrics, read_summary, revived
 from rotexp.tracking.limits import check_tracker
+from rotexp.tracking.options import TrackerConfig, TrackerKind, WandbMode
 from rotexp.tracking.wandb import WandbMirror, has_key, offline_runs
 
 

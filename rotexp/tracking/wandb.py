@@ -10,12 +10,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from rotexp.config.schema import TrackerConfig, WandbMode
 from rotexp.errors.library import reason
 from rotexp.metrics.keys import find_metric
 from rotexp.runfolder.records import finite
 from rotexp.tracking.limits import ONLINE
 from rotexp.tracking.naming import artifact_name, display_name, mirrored_config, place_in_group, tags
+from rotexp.tracking.options import TrackerConfig, WandbMode
 
 LOGGER = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rotexp.config.schema import OnDivergence
+from rotexp.metrics.options import OnDivergence
 from rotexp.rotation.bank import RotationBank
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.ema import ShardedEMA

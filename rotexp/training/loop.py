@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from accelerate import Accelerator
 
-from rotexp.config.schema import Config, OnNonfinite, Trainable
+from rotexp.config.schema import Config
 from rotexp.config.targets import build
 from rotexp.data.blocks import TokenBlocks
 from rotexp.metrics.flops import Utilization
@@ -25,6 +25,7 @@ from rotexp.training.batches import load_batches
 from rotexp.training.coordinator import Coordinator, Norms
 from rotexp.training.meter import Meter
 from rotexp.training.objectives import Teacher
+from rotexp.training.options import OnNonfinite, Trainable
 from rotexp.training.state import TrainingState
 
 LOGGER = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from transformers import get_scheduler
 
-from rotexp.config.schema import AdamWConfig, Config
+from rotexp.config.schema import Config
 from rotexp.config.targets import build
+from rotexp.training.options import AdamWConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter, beside its count of steps."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotexp.config.schema import Config, Strategy
+from rotexp.config.schema import Config
 from rotexp.metrics.rotations import rotation_rows
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.rotation.experts import RotatedExperts
@@ -22,6 +22,7 @@ from rotexp.sharding.ema import MASTER, ShardedEMA
 from rotexp.sharding.flat import divided, flattened
 from rotexp.sharding.local_rows import local_rows, reshard
 from rotexp.sharding.master import ZeRO2Master
+from rotexp.sharding.options import Strategy
 from rotexp.sharding.replicas import Divergence
 from rotexp.sharding.split_vector import SplitVector
 from rotexp.training.best import Best, Choice

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rotexp.config.schema import Config, ShardingConfig, Strategy
+from rotexp.config.schema import Config
 from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model
 from rotexp.models.materialize import materialize
@@ -17,6 +17,7 @@ from rotexp.rotation.mode import Mode
 from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.guard import install
+from rotexp.sharding.options import ShardingConfig, Strategy
 from rotexp.sharding.strategies import precision_policy, shard
 from rotexp.training.objectives import Teacher
 

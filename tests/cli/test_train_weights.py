@@ -14,9 +14,9 @@ from run_train import Run, run_train, saved_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rotexp.config.schema import AdamWConfig
 from rotexp.data.blocks import cut
 from rotexp.models import tiny
+from rotexp.training.options import AdamWConfig
 
 pytestmark = pytest.mark.slow
 

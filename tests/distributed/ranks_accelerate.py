@@ -15,7 +15,7 @@ from ranks_families import make_token_ids, rotated
 from ranks_tied import make_source
 from torch.distributed.tensor import DTensor
 
-from rotexp.config.schema import RotationConfig, RotationInit
+from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.sharding.accelerate_plugin import ignore_module
 from rotexp.sharding.communication import Communication
 from rotexp.training.coordinator import Coordinator

@@ -16,14 +16,16 @@ from families import FAMILIES, from_config, logits, make_token_ids, rotated
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rotexp.config.schema import QuantConfig, RotationConfig, RotationInit, ShardingConfig, Strategy
 from rotexp.models.arch import find_spec
 from rotexp.models.materialize import materialize
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.rotation.placement import place
+from rotexp.sharding.options import ShardingConfig, Strategy
 from rotexp.sharding.strategies import shard
 
 HIDDEN, INNER, EXPERTS = 45, 60, 3

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils.checkpoint import checkpoint
 
-from rotexp.config.schema import SyncConfig, SyncMode
 from rotexp.sharding import guard as guards
+from rotexp.sharding.options import SyncConfig, SyncMode
 
 
 class Net(nn.Module):

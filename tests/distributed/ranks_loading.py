@@ -8,23 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rotexp.config.schema import (
-    ModelConfig,
-    ModelSource,
-    Precision,
-    QuantConfig,
-    RotationConfig,
-    ShardingConfig,
-    Strategy,
-    SyncConfig,
-)
 from rotexp.metrics.memory import peak_rss_bytes, reset_peaks
 from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model, open_checkpoint
 from rotexp.models.materialize import materialize
+from rotexp.models.options import ModelConfig, ModelSource
+from rotexp.quant.options import QuantConfig
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.placement import place
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.local_rows import whole
+from rotexp.sharding.options import Precision, ShardingConfig, Strategy, SyncConfig
 from rotexp.sharding.strategies import precision_policy, shard
 from rotexp.training.teacher import load_teacher
 

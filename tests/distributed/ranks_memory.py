@@ -12,19 +12,14 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from benchmarks.trained_memory import MemoryRequest, measure_rank
-from rotexp.config.schema import (
-    EMAConfig,
-    ModelDtype,
-    ObjectiveConfig,
-    RotationConfig,
-    RotationInit,
-    Strategy,
-    Trainable,
-)
+from rotexp.models.options import ModelDtype
 from rotexp.models.stored_model import RandomWeights, StoredModel
 from rotexp.models.structure import read_structure
+from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.rotation.own_rows import division
 from rotexp.rotation.own_rows.cost import multiply_adds_per_byte
+from rotexp.sharding.options import Strategy
+from rotexp.training.options import EMAConfig, ObjectiveConfig, Trainable
 
 TOKENS = 6
 

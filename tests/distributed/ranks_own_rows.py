@@ -18,18 +18,20 @@ from torch import Tensor
 
 from benchmarks.collectives import CollectiveCounter
 from benchmarks.flops import count_flops
-from rotexp.config.schema import QuantConfig, RotationConfig, RotationInit, ShardingConfig, Strategy
 from rotexp.models.arch import find_spec
 from rotexp.models.load import checkpoint_layers
 from rotexp.optim.cayley_sgd import CayleySGD
 from rotexp.optim.options import CayleySGDOptions
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import draw
 from rotexp.rotation.merge import prepare
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.rotation.own_rows import division
 from rotexp.rotation.placement import place
 from rotexp.sharding.communication import Communication
+from rotexp.sharding.options import ShardingConfig, Strategy
 from rotexp.sharding.strategies import shard
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.objectives import CrossEntropy, KLDivergence

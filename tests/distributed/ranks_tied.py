@@ -11,30 +11,24 @@ from ranks_families import FAMILIES, Loaded, from_config, logits, make_token_ids
 from ranks_trainable import gradients
 from torch import Tensor, nn
 
-from rotexp.config.schema import (
-    QuantConfig,
-    RotationConfig,
-    RotationInit,
-    ShardingConfig,
-    Strategy,
-    SyncConfig,
-    SyncMode,
-    Trainable,
-)
 from rotexp.models.arch import embedding_name, find_spec, is_tied
 from rotexp.models.load import build_model
 from rotexp.models.materialize import materialize
 from rotexp.models.stored_model import StoredModel
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.rotation.placement import place
 from rotexp.rotation.trainable import train_also
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.digest import weights_digest
 from rotexp.sharding.guard import install, param_groups
+from rotexp.sharding.options import ShardingConfig, Strategy, SyncConfig, SyncMode
 from rotexp.sharding.strategies import shard
+from rotexp.training.options import Trainable
 
 ROTATION = RotationConfig(r1=None, r2=True, r3=False, r4=True, init=RotationInit.random)
 OPTIONS = {

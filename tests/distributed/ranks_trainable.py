@@ -12,17 +12,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from rotexp.config.schema import QuantConfig, RotationConfig, RotationInit, ShardingConfig, Strategy, Trainable
 from rotexp.models.arch import find_spec
 from rotexp.models.materialize import materialize
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.invariance import check_merged, relative_error, trace
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.rotation.placement import place
 from rotexp.rotation.trainable import start_scales, train_also
 from rotexp.sharding.local_rows import local_rows, row_slice, whole
+from rotexp.sharding.options import ShardingConfig, Strategy
 from rotexp.sharding.strategies import shard
+from rotexp.training.options import Trainable
 
 ROTATION = RotationConfig(r1=True, r2=True, r4=False, init=RotationInit.random)
 QUANT = QuantConfig(weights=QuantSpec(4, clip_search=True))

@@ -11,8 +11,8 @@ import ranks_guard as on_ranks
 import torch
 from world import run_world
 
-from rotexp.config.schema import SyncConfig, SyncMode
 from rotexp.sharding import guard as guards
+from rotexp.sharding.options import SyncConfig, SyncMode
 
 RESHARDED = {"forward": 3, "pre_backward": 3}
 """Three layers, gathered for forward and again for backward (recomputation finds them gathered)."""

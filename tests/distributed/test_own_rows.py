@@ -10,8 +10,9 @@ import pytest
 from ranks_own_rows import ROTATION, Case, train_all
 from world import run_world
 
-from rotexp.config.schema import Precision, RotationConfig, Strategy
 from rotexp.quant.spec import QuantSpec
+from rotexp.rotation.options import RotationConfig
+from rotexp.sharding.options import Precision, Strategy
 
 pytestmark = pytest.mark.slow
 

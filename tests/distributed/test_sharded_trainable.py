@@ -8,7 +8,7 @@ import pytest
 from ranks_trainable import compare_all
 from world import run_world
 
-from rotexp.config.schema import Trainable
+from rotexp.training.options import Trainable
 
 pytestmark = pytest.mark.slow
 

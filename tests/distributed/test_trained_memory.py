@@ -8,7 +8,7 @@ import pytest
 from ranks_memory import measure_all
 from world import run_world
 
-from rotexp.config.schema import Dtype
+from rotexp.sharding.options import Dtype
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ import pytest
 from ranks_resume import Job, read_checkpoint, run_jobs
 from world import run_world
 
-from rotexp.config.schema import AdamWConfig
 from rotexp.runfolder.checkpoint_folders import step_folder
+from rotexp.training.options import AdamWConfig
 
 pytestmark = pytest.mark.slow
 

@@ -10,13 +10,14 @@ from flags import ROW
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model
 from rotexp.models.materialize import materialize
 from rotexp.models.stored_model import StoredModel
+from rotexp.quant.options import QuantConfig
 from rotexp.rotation.merge import prepare
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.placement import place
 
 SHAPE = {

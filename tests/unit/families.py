@@ -12,10 +12,11 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.models.arch import find_spec
+from rotexp.quant.options import QuantConfig
 from rotexp.rotation.merge import prepare
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.placement import place
 
 HIDDEN, INNER, HEADS, HEAD_DIM, VOCABULARY, LAYERS = 48, 56, 4, 12, 61, 2

@@ -15,7 +15,6 @@ from families import FAMILIES, WITH_R1, from_config, logits, make_source, make_t
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rotexp.config.schema import RotationConfig
 from rotexp.models.arch import (
     COHERE,
     EXPERT_TYPES,
@@ -45,6 +44,7 @@ from rotexp.models.hf_config import language_config
 from rotexp.models.structure import build_network
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.merge import merge
+from rotexp.rotation.options import RotationConfig
 
 ON_META = {name: family.config() for name, family in FAMILIES.items()}
 

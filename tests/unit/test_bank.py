@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rotexp.config.schema import RotationConfig
 from rotexp.optim.cayley_sgd import CayleySGD
 from rotexp.orthogonal.hadamard import random_orthogonal
 from rotexp.rotation.bank import Rotation, RotationBank, draw
+from rotexp.rotation.options import RotationConfig
 
 NAMES = ["R1", "R2_0", "R2_1"]
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from damaged import RUN_FACTS, damaged
 
-from rotexp.config.schema import Config, Trainable, TrainConfig
+from rotexp.config.schema import Config
 from rotexp.run.beginning import Beginning, check_model, find_beginning
 from rotexp.runfolder.checkpoint_folders import aside_of, complete, prepare_aside, step_folder
+from rotexp.training.options import Trainable, TrainConfig
 
 CONFIG = Config(train=TrainConfig(steps=6))
 

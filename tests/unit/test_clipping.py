@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from rotexp.config.schema import Config, RotationConfig, Trainable
+from rotexp.config.schema import Config
 from rotexp.optim.cayley_sgd import CayleySGD
 from rotexp.optim.options import CayleySGDOptions, StepRule
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.trainable import train_also
 from rotexp.sharding.communication import Communication
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.loop import _rates
+from rotexp.training.options import Trainable
 
 Factory = Callable[..., Any]
 

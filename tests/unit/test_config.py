@@ -15,12 +15,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from rotexp.config.composition import UnknownKeyError, config_digest, resolved_yaml, to_config, to_plain
-from rotexp.config.schema import COMPONENTS, Config, Dtype, ObjectiveConfig, Strategy, SyncMode
+from rotexp.config.schema import COMPONENTS, Config
 from rotexp.config.targets import build, check_target
 from rotexp.config.validation import validate, validate_world
 from rotexp.launch.command_line import register
 from rotexp.optim.options import Solver, StepRule
+from rotexp.sharding.options import Dtype, Strategy, SyncMode
 from rotexp.training.objectives import CrossEntropy, TopKKLDivergence
+from rotexp.training.options import ObjectiveConfig
 
 CONF = Path(rotexp.conf.__path__[0])
 OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml"))

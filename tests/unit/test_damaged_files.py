@@ -14,19 +14,14 @@ from report_runs import make_run
 from rotexp.comparison.collect import collect
 from rotexp.comparison.report import report
 from rotexp.config.composition import resolved_yaml
-from rotexp.config.schema import (
-    COMPONENTS,
-    Config,
-    DataConfig,
-    DataSource,
-    ModelConfig,
-    ModelSource,
-    QuantConfig,
-    RotationConfig,
-    WandbMode,
-)
+from rotexp.config.schema import COMPONENTS, Config
+from rotexp.data.options import DataConfig, DataSource
+from rotexp.models.options import ModelConfig, ModelSource
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
+from rotexp.rotation.options import RotationConfig
 from rotexp.runfolder.finished_run import read_finished_run
+from rotexp.tracking.options import WandbMode
 from rotexp.tracking.upload import replay
 
 CONFIG = Config(

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from families import make_source, make_token_ids, rotated, wanted
 from torch import Tensor, nn
 
-from rotexp.config.schema import QuantConfig
 from rotexp.orthogonal.hadamard import HadamardTransform, random_orthogonal
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import RotationBank
 from rotexp.rotation.experts import RotatedExperts

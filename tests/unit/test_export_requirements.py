@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rotexp.config.schema import ExportOptions
 from rotexp.run.exporting import _check_requirements
+from rotexp.run.options import ExportOptions
 
 
 def rebuilt(**must_run: Any) -> Any:

@@ -31,9 +31,9 @@ from families import (
 )
 from torch import Tensor, nn
 
-from rotexp.config.schema import QuantConfig, RotationConfig, RotationInit
 from rotexp.models.arch import decoder_layers, head_name
 from rotexp.orthogonal.hadamard import HadamardTransform
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation import attention, norms
 from rotexp.rotation.experts import RotatedExperts
@@ -41,6 +41,7 @@ from rotexp.rotation.invariance import LIMITS, check_invariance, check_merged, r
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.options import RotationConfig, RotationInit
 
 EXACT = 1e-5
 W4 = QuantSpec(4)

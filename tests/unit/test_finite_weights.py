@@ -17,9 +17,9 @@ from test_loading_files import SHAPE, opened, randomize
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from rotexp.config.schema import ModelConfig, ModelSource
 from rotexp.models.load import build_model, open_checkpoint
 from rotexp.models.materialize import materialize
+from rotexp.models.options import ModelConfig, ModelSource
 from rotexp.sharding.local_rows import largest_magnitude
 
 CONFIGS = {

@@ -10,8 +10,8 @@ import torch
 from families import from_config, logits, make_token_ids, rotated
 from flags import ROW, Case, cases
 
-from rotexp.config.schema import RotationConfig
 from rotexp.rotation.invariance import relative_error
+from rotexp.rotation.options import RotationConfig
 
 EXACT = 1e-5
 PLACED: dict[str, RotationConfig] = {

@@ -11,9 +11,12 @@ from families import FAMILIES, make_source, rotated
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from rotexp.config.schema import Config, DataConfig, ModelConfig, ModelDtype, ModelSource, Trainable, TrainConfig
+from rotexp.config.schema import Config
+from rotexp.data.options import DataConfig
 from rotexp.metrics.flops import Utilization, model_flops_per_token, peak_flops
+from rotexp.models.options import ModelConfig, ModelDtype, ModelSource
 from rotexp.run.experiment import Experiment
+from rotexp.training.options import Trainable, TrainConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BLOCKS, TOKENS = 2, 6

@@ -16,9 +16,9 @@ from gguf import GGMLQuantizationType as Type
 from test_loading_files import SHAPE, asked, assert_equals_transformers, opened, refusal
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
-from rotexp.config.schema import ModelDtype
 from rotexp.models.load import build_model, resolve_model, summarize_model
 from rotexp.models.materialize import materialize
+from rotexp.models.options import ModelDtype
 
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",

@@ -6,11 +6,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, OPTConfig
 
-from rotexp.config.schema import ModelConfig, ModelSource, QuantConfig, RotationConfig
 from rotexp.models.arch import OPT, find_spec
 from rotexp.models.load import build_model, checkpoint_layers, open_checkpoint
 from rotexp.models.materialize import materialize
+from rotexp.models.options import ModelConfig, ModelSource
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.placement import place
 from rotexp.training.objectives import CrossEntropy
 

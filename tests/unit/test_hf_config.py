@@ -10,9 +10,11 @@ import pytest
 from test_gguf import write_gguf
 from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
 
-from rotexp.config.schema import ModelConfig, ModelSource, QuantConfig, RotationConfig
 from rotexp.models import hf_config
 from rotexp.models.load import open_structure
+from rotexp.models.options import ModelConfig, ModelSource
+from rotexp.quant.options import QuantConfig
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.survey import Survey, survey
 
 SHAPE = {

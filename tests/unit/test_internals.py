@@ -13,12 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from rotexp.config.schema import Config, ShardingConfig, Strategy, SyncConfig, SyncMode
+from rotexp.config.schema import Config
 from rotexp.launch.start import check_machine, start
 from rotexp.run import inputs
 from rotexp.run.evaluation import AS_IT_COMES
 from rotexp.sharding.fsdp_internals import ALLOWED_TORCH, DIVISION, GUARD, Internals
 from rotexp.sharding.guard import install, installed
+from rotexp.sharding.options import ShardingConfig, Strategy, SyncConfig, SyncMode
 
 TORCH = "2.13, which is tested"
 

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from rotexp.config.schema import RotationConfig, RotationInit
 from rotexp.orthogonal.hadamard import random_orthogonal
 from rotexp.rotation.bank import RotationBank
 from rotexp.rotation.invariance import check_invariance, logit_error, relative_error, trace
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.merge import prepare
 from rotexp.rotation.norms import fold_norms
+from rotexp.rotation.options import RotationConfig, RotationInit
 
 Factory = Callable[..., Any]
 PLACEMENTS = {

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.quant.fake import FakeQuantizer
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.attention import PREFIX, Cache
 from rotexp.rotation.invariance import relative_error
+from rotexp.rotation.options import RotationConfig
 
 Factory = Callable[..., Any]
 HEADS, HEAD_DIM = 4, 12

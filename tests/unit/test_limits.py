@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rotexp.config.schema import TrackerConfig, TrackerKind, WandbMode
 from rotexp.tracking.limits import check_sweep, check_tracker
+from rotexp.tracking.options import TrackerConfig, TrackerKind, WandbMode
 from rotexp.tracking.workspace import build_workspace
 from rotexp.train import main
 

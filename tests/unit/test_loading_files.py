@@ -33,12 +33,12 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
 
 from rotexp.config.composition import to_config
-from rotexp.config.schema import ModelConfig, ModelDtype, ModelSource
 from rotexp.launch.command_line import register
 from rotexp.launch.start import start
 from rotexp.models import tiny
 from rotexp.models.load import build_model, open_checkpoint, resolve_model, summarize_model
 from rotexp.models.materialize import materialize
+from rotexp.models.options import ModelConfig, ModelDtype, ModelSource
 from rotexp.models.save import companions
 from rotexp.models.stored_model import ExpertStack, StoredModel
 from rotexp.models.weight_files import FileWeights

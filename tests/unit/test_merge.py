@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from rotexp.config.schema import QuantConfig, RotationConfig, RotationInit
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.invariance import check_merged, relative_error, trace
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.options import RotationConfig, RotationInit
 
 Factory = Callable[..., Any]
 W4A4 = QuantConfig(weights=QuantSpec(4), activations=QuantSpec(4, symmetric=False))

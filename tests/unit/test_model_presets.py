@@ -9,9 +9,9 @@ import pytest
 import rotexp.conf
 
 from rotexp.config.composition import to_config
-from rotexp.config.schema import ModelConfig, ModelDtype, ModelSource
 from rotexp.config.validation import validate
 from rotexp.launch.command_line import register
+from rotexp.models.options import ModelConfig, ModelDtype, ModelSource
 
 FOLDER = Path(rotexp.conf.__path__[0]) / "model"
 PRESETS = sorted(file.stem for file in FOLDER.glob("*.yaml"))

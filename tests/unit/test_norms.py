@@ -19,10 +19,10 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from rotexp.config.schema import RotationConfig
 from rotexp.models.arch import decoder_layers, embedding_name, present
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.norms import NormKind, fold_norms, norm_kinds, norm_readers, probe_norm
+from rotexp.rotation.options import RotationConfig
 
 WIDTH = 24
 

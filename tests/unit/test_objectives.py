@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rotexp.config.schema import COMPONENTS, QuantConfig, RotationConfig
+from rotexp.config.schema import COMPONENTS
 from rotexp.config.targets import build
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.mode import Mode
+from rotexp.rotation.options import RotationConfig
 from rotexp.training.objectives import CrossEntropy, KLDivergence, TopKKLDivergence
 
 VOCABULARY = 17

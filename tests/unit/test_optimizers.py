@@ -9,15 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rotexp.config.schema import (
-    AdamWConfig,
-    CayleySGDConfig,
-    Config,
-    LrSchedule,
-    TrainConfig,
-)
+from rotexp.config.schema import Config
 from rotexp.optim.cayley_sgd import CayleySGD
+from rotexp.optim.options import CayleySGDConfig
 from rotexp.training.optimizers import Optimizers, adamw
+from rotexp.training.options import AdamWConfig, LrSchedule, TrainConfig
 
 CONFIG = Config(
     optimizer=CayleySGDConfig(lr=0.2, momentum=0.5),

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rotexp.config.schema import DataConfig, DataSource
 from rotexp.data.corpora import Corpus, builtin_corpus
+from rotexp.data.options import DataConfig, DataSource
 from rotexp.run.inputs import read_corpus
 
 CALIBRATION, EVALUATION = "Text to train on.\n" * 30, "Held-out text.\n" * 20

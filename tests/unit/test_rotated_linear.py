@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rotexp.config.schema import QuantConfig
 from rotexp.models.arch import ValueRows
 from rotexp.orthogonal.hadamard import HadamardTransform, random_orthogonal
 from rotexp.quant.fake import FakeQuantizer
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import RotationBank
 from rotexp.rotation.hooks import RotatedInput, RotatedOutput

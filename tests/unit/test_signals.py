@@ -90,7 +90,8 @@ def test_somebody_else_watches_until_the_end_of_the_block() -> None:
 STUCK = """
 import hashlib, json, os, signal, sys
 from pathlib import Path
-from rotexp.config.schema import Config, LaunchConfig
+from rotexp.config.schema import Config
+from rotexp.launch.options import LaunchConfig
 from rotexp.launch.ending import LastResort
 from rotexp.process.signals import interruptible, watched
 

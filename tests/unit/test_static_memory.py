@@ -9,13 +9,15 @@ import torch
 
 from benchmarks import facts
 from benchmarks.trained_memory import MemoryRequest, table
-from rotexp.config.schema import Config, Strategy, Trainable
+from rotexp.config.schema import Config
 from rotexp.metrics.static_memory import Bank, StaticBytes, Weight, predict, static_bytes
 from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model, open_checkpoint
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.placement import place
 from rotexp.rotation.trainable import train_also
+from rotexp.sharding.options import Strategy
+from rotexp.training.options import Trainable
 
 MATRIX = Weight(rows=5, width=3, trained=True, split=True)
 WHOLE = Weight(rows=7, width=1, trained=True)

@@ -21,7 +21,8 @@ SECONDS = 60
 PROGRAM = textwrap.dedent("""
     import json, multiprocessing, os, signal, sys, time
     from pathlib import Path
-    from rotexp.config.schema import Config, LaunchConfig
+    from rotexp.config.schema import Config
+    from rotexp.launch.options import LaunchConfig
     from rotexp.launch.stopping import RankSignals, listen_as_rank
     from rotexp.process.signals import Interrupted, StopRequest, interruptible
 

@@ -15,24 +15,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rotexp.config.schema import (
-    COMPONENTS,
-    Config,
-    DataConfig,
-    DataSource,
-    ModelConfig,
-    ModelSource,
-    QuantConfig,
-    RotationConfig,
-)
+from rotexp.config.schema import COMPONENTS, Config
 from rotexp.config.validation import validate
+from rotexp.data.options import DataConfig, DataSource
 from rotexp.models.arch import LLAMA
 from rotexp.models.load import RANDOM_SIZES, build_model, open_checkpoint
 from rotexp.models.materialize import materialize
+from rotexp.models.options import ModelConfig, ModelSource
 from rotexp.models.stored_model import RandomWeights, StoredModel
 from rotexp.models.tokenizer import load_tokenizer
 from rotexp.models.weight_files import SafetensorsWeights
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.placement import place
 
 CPU = torch.device("cpu")

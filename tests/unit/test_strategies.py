@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from rotexp.config.schema import Dtype, Precision, ShardingConfig, Strategy
 from rotexp.config.validation import mesh_sizes
+from rotexp.sharding.options import Dtype, Precision, ShardingConfig, Strategy
 from rotexp.sharding.strategies import check_effective, precision_policy, read_back, shard
 
 

@@ -21,23 +21,18 @@ from damaged import damaged
 from omegaconf import OmegaConf
 
 from rotexp.config.composition import resolved_yaml
-from rotexp.config.schema import (
-    COMPONENTS,
-    Config,
-    DataConfig,
-    DataSource,
-    ModelConfig,
-    ModelSource,
-    QuantConfig,
-    RotationConfig,
-    SweepConfig,
-)
+from rotexp.config.schema import COMPONENTS, Config
+from rotexp.data.options import DataConfig, DataSource
 from rotexp.files.folders import claimed
+from rotexp.models.options import ModelConfig, ModelSource
 from rotexp.process.signals import Interrupted
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
+from rotexp.rotation.options import RotationConfig
 from rotexp.runfolder.records import write_summary
 from rotexp.sweep import child
 from rotexp.sweep.names import job_name
+from rotexp.sweep.options import SweepConfig
 from rotexp.sweep.outcome import Job, Outcome, Status, finished_before, left
 from rotexp.sweep.scheduled import ask_for_requeue
 from rotexp.sweep.sweep import JOBS_FILE, Sweep

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rotexp.config.schema import Config, LaunchConfig, LaunchKind, ShardingConfig, Strategy
+from rotexp.config.schema import Config
+from rotexp.launch.options import LaunchConfig, LaunchKind
+from rotexp.sharding.options import ShardingConfig, Strategy
 from rotexp.sweep.devices import shares, visible_accelerators, with_share_of_threads
 
 

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from rotexp.config.composition import to_plain
-from rotexp.config.schema import COMPONENTS, CayleySGDConfig, Config, EvaluationConfig, QuantConfig
+from rotexp.config.schema import COMPONENTS, Config
+from rotexp.metrics.options import EvaluationConfig
+from rotexp.optim.options import CayleySGDConfig
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.run.beginning import Beginning
 from rotexp.run.taking_over import TakenOver

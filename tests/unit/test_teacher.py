@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rotexp.config.schema import ShardingConfig, Strategy
+from rotexp.sharding.options import ShardingConfig, Strategy
 from rotexp.training.teacher import frozen_sharding
 
 

@@ -12,16 +12,19 @@ from families import FAMILIES, WITHOUT_R1, from_config, logits, make_source, mak
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from rotexp.config.schema import ModelConfig, ModelSource, QuantConfig, RotationConfig, Trainable
 from rotexp.models.arch import embedding_name, find_spec, head_name, is_tied
 from rotexp.models.load import build_model, open_checkpoint, open_structure
 from rotexp.models.materialize import materialize
+from rotexp.models.options import ModelConfig, ModelSource
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.merge import merge
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.placement import place
 from rotexp.rotation.survey import survey
 from rotexp.rotation.trainable import train_also
+from rotexp.training.options import Trainable
 
 W4A4 = QuantConfig(weights=QuantSpec(4), activations=QuantSpec(4, symmetric=False))
 NO_R1 = {

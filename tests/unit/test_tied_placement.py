@@ -13,11 +13,12 @@ from families import FAMILIES, WANTED, from_config, logits, make_source, make_to
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.models.arch import find_spec, head_name, is_tied
+from rotexp.quant.options import QuantConfig
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.placement import place
 
 TIED = ("llama", "gemma", "cohere", "opt", "gpt_neox", "gptj", "stablelm", "gemma2 with binding caps")

@@ -15,7 +15,7 @@ import yaml
 from damaged import damaged
 from safetensors.torch import save_file
 
-from rotexp.config.schema import Config, TrackerConfig, TrackerKind, WandbMode
+from rotexp.config.schema import Config
 from rotexp.files import folders
 from rotexp.files.reading import UnreadableError
 from rotexp.metrics.keys import METRICS, check_keys, find_metric
@@ -32,6 +32,7 @@ from rotexp.runfolder.records import (
 )
 from rotexp.tracking import wandb as mirror
 from rotexp.tracking.naming import mirrored_config
+from rotexp.tracking.options import TrackerConfig, TrackerKind, WandbMode
 from rotexp.tracking.tracker import Trackers, open_trackers
 from rotexp.tracking.upload import replay
 from rotexp.tracking.wandb import WandbMirror, resolve_mode

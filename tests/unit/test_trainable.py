@@ -20,16 +20,10 @@ from families import (
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rotexp.config.schema import (
-    Config,
-    ModelConfig,
-    ModelSource,
-    QuantConfig,
-    RotationConfig,
-    Trainable,
-    TrainConfig,
-)
+from rotexp.config.schema import Config
+from rotexp.models.options import ModelConfig, ModelSource
 from rotexp.quant.fake import search_clip_ratios
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.experts import RotatedExperts
 from rotexp.rotation.file import save_rotations
@@ -37,10 +31,12 @@ from rotexp.rotation.invariance import check_merged, relative_error, trace
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.trainable import load_trained, start_scales, train_also
 from rotexp.run.rebuild import merge_rebuilt, rebuild
 from rotexp.runfolder.finished_run import FinishedRun
 from rotexp.training.optimizers import Optimizers
+from rotexp.training.options import Trainable, TrainConfig
 
 W4 = QuantConfig(weights=QuantSpec(4, clip_search=True))
 W4A8 = QuantConfig(weights=QuantSpec(4, clip_search=True), activations=QuantSpec(8, symmetric=False))

@@ -10,28 +10,22 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from rotexp.config.schema import (
-    COMPONENTS,
-    CayleySGDConfig,
-    Config,
-    DataConfig,
-    QuantConfig,
-    RotationConfig,
-    RotationInit,
-    ShardingConfig,
-    Strategy,
-    Trainable,
-    TrainConfig,
-)
+from rotexp.config.schema import COMPONENTS, Config
 from rotexp.data.blocks import BlockSampler
+from rotexp.data.options import DataConfig
 from rotexp.metrics.flops import Utilization
+from rotexp.optim.options import CayleySGDConfig
 from rotexp.process.signals import StopRequest
 from rotexp.quant.fake import search_clip_ratios
+from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.linear import RotatedLinear
+from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.rotation.trainable import train_also
 from rotexp.sharding.communication import Communication
+from rotexp.sharding.options import ShardingConfig, Strategy
 from rotexp.training.loop import train
+from rotexp.training.options import Trainable, TrainConfig
 from rotexp.training.state import TrainingState
 
 Factory = Callable[..., Any]

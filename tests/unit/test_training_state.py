@@ -10,20 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from rotexp.config.schema import (
-    COMPONENTS,
-    CayleySGDConfig,
-    Config,
-    EvaluationConfig,
-    RotationConfig,
-    Trainable,
-    TrainConfig,
-)
+from rotexp.config.schema import COMPONENTS, Config
+from rotexp.metrics.options import EvaluationConfig
+from rotexp.optim.options import CayleySGDConfig
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.trainable import train_also
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.replicas import Divergence
 from rotexp.sharding.split_vector import SplitVector
 from rotexp.training.best import Choice
+from rotexp.training.options import Trainable, TrainConfig
 from rotexp.training.state import TrainingState
 
 Factory = Callable[..., Any]

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
-from rotexp.config.schema import QuantConfig, RotationConfig
 from rotexp.models.arch import find_spec
 from rotexp.models.structure import build_network
+from rotexp.quant.options import QuantConfig
 from rotexp.rotation import trial
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.miniature import INNER, first_layers
+from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.placement import _place_untried, place
 
 Change = Callable[[Tensor, Tensor], Tensor]

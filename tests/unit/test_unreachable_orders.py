@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2MoeConfig
 
-from rotexp.config.schema import QuantConfig, RotationConfig, RotationInit
 from rotexp.models.arch import find_spec
+from rotexp.quant.options import QuantConfig
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.rotation.placement import place
 
 SHAPE: dict[str, Any] = {

@@ -19,28 +19,16 @@ from safetensors.torch import save_file
 from wandb.proto.wandb_internal_pb2 import Record
 
 from rotexp.config.composition import to_plain
-from rotexp.config.schema import (
-    Config,
-    DataConfig,
-    DataSource,
-    LaunchConfig,
-    LaunchKind,
-    ModelConfig,
-    ModelSource,
-    ObjectiveConfig,
-    QuantConfig,
-    RotationConfig,
-    ShardingConfig,
-    Strategy,
-    SyncConfig,
-    SyncMode,
-    TrackerConfig,
-    TrackerKind,
-    WandbMode,
-)
+from rotexp.config.schema import Config
+from rotexp.data.options import DataConfig, DataSource
+from rotexp.launch.options import LaunchConfig, LaunchKind
 from rotexp.metrics.rotations import rotation_metrics, rotation_rows
+from rotexp.models.options import ModelConfig, ModelSource
 from rotexp.orthogonal.stiefel import orthogonality_error
+from rotexp.quant.options import QuantConfig
+from rotexp.rotation.options import RotationConfig
 from rotexp.runfolder.records import truncate_metrics, write_summary
+from rotexp.sharding.options import ShardingConfig, Strategy, SyncConfig, SyncMode
 from rotexp.tracking import upload
 from rotexp.tracking.naming import (
     artifact_name,
@@ -50,10 +38,12 @@ from rotexp.tracking.naming import (
     place_in_group,
     tags,
 )
+from rotexp.tracking.options import TrackerConfig, TrackerKind, WandbMode
 from rotexp.tracking.short_names import shortened
 from rotexp.tracking.tracker import Trackers, open_trackers
 from rotexp.tracking.upload import find_runs, replay
 from rotexp.tracking.wandb import WandbMirror
+from rotexp.training.options import ObjectiveConfig
 
 SPECIAL = set("= ,{}%#$")
 

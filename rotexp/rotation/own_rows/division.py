@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rotexp.config.schema import Config, ShardingConfig, Trainable
+from rotexp.config.schema import Config
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.rotation.bank import RotationBank
 from rotexp.rotation.linear import RotatedLinear
@@ -20,6 +20,8 @@ from rotexp.rotation.own_rows.weight import DividedWeight
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.guard import param_groups
 from rotexp.sharding.local_rows import reshard
+from rotexp.sharding.options import ShardingConfig
+from rotexp.training.options import Trainable
 
 
 @dataclass(frozen=True)

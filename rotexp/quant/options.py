@@ -1,0 +1,38 @@
+"""The options of quantization: which tensors are quantized, and how often clip ratios are searched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rotexp.errors.requirements import MISSING, require
+from rotexp.quant.spec import QuantSpec
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """What is quantized: decoder-layer weights, the inputs of those weights, keys and values.
+
+    Searched clip ratios are searched anew every `refresh_every` training steps.
+    """
+
+    name: str = MISSING
+    weights: QuantSpec = field(default_factory=QuantSpec)
+    activations: QuantSpec = field(default_factory=QuantSpec)
+    kv: QuantSpec = field(default_factory=QuantSpec)
+    refresh_every: int = 10
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is quantized."""
+        return self.weights.enabled or self.activations.enabled or self.kv.enabled
+
+    def validate(self) -> None:
+        """Raise ValueError when an option cannot be used, whatever the other groups say."""
+        for name in ("weights", "activations", "kv"):
+            getattr(self, name).validate(f"quant.{name}")
+        require(self.refresh_every >= 1, "quant.refresh_every", self.refresh_every, "at least 1", "1 is every step")
+        for name in ("activations", "kv"):
+            search = getattr(self, name).clip_search
+            require(
+                not search, f"quant.{name}.clip_search", search, "false", "only quant.weights.clip_search can be true"
+            )

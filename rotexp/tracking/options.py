@@ -1,0 +1,36 @@
+"""The options of tracking: where metrics go beside `metrics.jsonl`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class TrackerKind(Enum):
+    """Where metrics go beside `metrics.jsonl`."""
+
+    wandb = "wandb"
+    jsonl = "jsonl"
+
+
+class WandbMode(Enum):
+    """W&B's connection; `auto` is online when a key is present, else offline."""
+
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """Where metrics go beside `metrics.jsonl`."""
+
+    kind: TrackerKind = TrackerKind.wandb
+    mode: WandbMode = WandbMode.auto
+    project: str = "rotexp"
+    entity: str | None = None
+    run_name: str | None = None
+    group: str | None = None
+    job_type: str = "train"
+    tags: list[str] = field(default_factory=list)
