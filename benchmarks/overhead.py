@@ -96,8 +96,8 @@ def clocked() -> Iterator[Clock]:
 
 def run_rank(overrides: Sequence[str], folder: Path) -> None:
     """Train as the rank that the environment says this process is, and leave its shares in the folder."""
+    from rotexp.experiment.inputs import open_inputs
     from rotexp.launch.rank import run_rank
-    from rotexp.run.inputs import open_inputs
 
     config = _compose([*SHORT, *EVERY_STEP, *overrides])
     with clocked() as clock:

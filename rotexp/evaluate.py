@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rotexp.config.explanations import Vocabulary
+from rotexp.experiment.evaluation import evaluate
+from rotexp.experiment.options import EvaluateConfig
 from rotexp.launch.command_line import run_command
-from rotexp.run.evaluation import evaluate
-from rotexp.run.options import EvaluateConfig
 
 
 def main() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rotexp.config.explanations import Vocabulary
+from rotexp.experiment.exporting import export
+from rotexp.experiment.options import ExportConfig
 from rotexp.launch.command_line import run_command
-from rotexp.run.exporting import export
-from rotexp.run.options import ExportConfig
 
 
 def main() -> None:

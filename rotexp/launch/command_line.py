@@ -22,11 +22,11 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from rotexp.config.composition import PATHS, from_root, writable
 from rotexp.config.explanations import REFUSALS, TRAINING, Vocabulary, check_overrides, explain
 from rotexp.config.schema import COMPONENTS, Config
+from rotexp.experiment.options import EvaluateConfig, ExportConfig
 from rotexp.files.reading import UnreadableError, read_yaml
 from rotexp.process.exit_codes import DONE, INTERRUPTED, SIGNALLED, WRONG_REQUEST, leave_at_once
 from rotexp.process.outer import adopt, is_first
 from rotexp.process.signals import interruptible
-from rotexp.run.options import EvaluateConfig, ExportConfig
 from rotexp.sweep.planner import register_planning, swept_keys
 from rotexp.sweep.scheduled import ask_for_requeue, optimized_metric
 from rotexp.sweep.sweep import Sweep

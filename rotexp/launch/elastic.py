@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rotexp.config.schema import Config
+from rotexp.experiment.inputs import Inputs
 from rotexp.files.folders import write_atomically
 from rotexp.files.reading import read_json
 from rotexp.launch.ending import out_of_time, record_end
@@ -31,7 +32,6 @@ from rotexp.launch.stopping import RankSignals, listen_as_rank
 from rotexp.process.exit_codes import DONE, FAILED, INTERRUPTED, TERMINATED, WRONG_REQUEST, leave_at_once
 from rotexp.process.outer import adopt, is_first
 from rotexp.process.signals import SAVING, Interrupted, StopRequest, end_with_parent, interruptible
-from rotexp.run.inputs import Inputs
 from rotexp.runfolder.records import readable_summary
 
 FROM_SLURM = "slurm"

@@ -19,9 +19,9 @@ from accelerate.utils import (
 )
 
 from rotexp.config.schema import Config
+from rotexp.experiment.experiment import Experiment
+from rotexp.experiment.inputs import Inputs
 from rotexp.process.signals import StopRequest, interruptible
-from rotexp.run.experiment import Experiment
-from rotexp.run.inputs import Inputs
 from rotexp.training.batches import accumulation_steps
 
 

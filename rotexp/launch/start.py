@@ -11,12 +11,12 @@ from typing import Any
 
 from rotexp.config.schema import Config
 from rotexp.config.validation import validate_world
+from rotexp.experiment.beginning import Beginning, check_model, find_beginning
 from rotexp.files.folders import claimed
 from rotexp.launch.ending import LastResort, recorded
 from rotexp.launch.options import LaunchKind
 from rotexp.process.outer import adopt, is_first
 from rotexp.process.signals import StopRequest, interruptible, watched
-from rotexp.run.beginning import Beginning, check_model, find_beginning
 from rotexp.sharding.options import MINIMUM_WORLD, SyncMode
 
 
@@ -34,8 +34,8 @@ def start(config: Config, folder: Path) -> int:
         validate_world(config, world_size=world_size)
         check_machine(config)
         beginning = find_beginning(config, folder) if adopted is None else Beginning()
+        from rotexp.experiment.inputs import open_inputs
         from rotexp.models.load import resolve_model
-        from rotexp.run.inputs import open_inputs
 
         inputs = open_inputs(config)
         check_model(beginning, inputs.checkpoint.identity)

@@ -16,10 +16,10 @@ import torch
 from run_train import Run, run_train
 from safetensors.torch import load_file
 
+from rotexp.experiment.rebuild import merge_rebuilt, rebuild
 from rotexp.export import main
 from rotexp.orthogonal.hadamard import hadamard
 from rotexp.rotation.file import load_rotations, save_rotations
-from rotexp.run.rebuild import merge_rebuilt, rebuild
 from rotexp.runfolder.finished_run import read_finished_run
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ import torch
 from run_train import run_train
 from safetensors.torch import load_file, save_file
 
-from rotexp.run import evaluation as evaluate
-from rotexp.run import exporting as export
+from rotexp.experiment import evaluation as evaluate
+from rotexp.experiment import exporting as export
 
 pytestmark = pytest.mark.slow
 

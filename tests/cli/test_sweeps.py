@@ -31,7 +31,7 @@ class Fate:
     '''Ends the process of a job when it is about to run its experiment.'''
 
     def find_spec(self, name, path=None, target=None):
-        if name == "rotexp.run.experiment":
+        if name == "rotexp.experiment.experiment":
             exec({fates}.get(sys.orig_argv[-1].removesuffix(".yaml"), ""))
 
 sys.meta_path.insert(0, Fate())

@@ -14,9 +14,9 @@ from run_train import run_train
 
 from rotexp.config.composition import to_config
 from rotexp.evaluate import main as evaluate
+from rotexp.experiment import inputs
+from rotexp.experiment.inputs import Inputs, open_inputs
 from rotexp.launch.command_line import register
-from rotexp.run import inputs
-from rotexp.run.inputs import Inputs, open_inputs
 from rotexp.train import main as train
 
 Open = Callable[..., Inputs]

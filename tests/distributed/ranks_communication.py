@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import rotexp
+from rotexp.experiment import experiment
 from rotexp.rotation.own_rows import division
-from rotexp.run import experiment
 from rotexp.training import loop
 
 TORCH = Path(dist.__file__).parent

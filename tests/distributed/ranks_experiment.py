@@ -45,7 +45,7 @@ def run_experiments(cases: dict[str, list[str]], folder: str) -> dict[str, Any]:
     """
     import torch
 
-    from rotexp.run.inputs import open_inputs
+    from rotexp.experiment.inputs import open_inputs
 
     threads = torch.get_num_threads()  # of this rank alone; a run would give every rank as many
     inputs = open_inputs(compose(next(iter(cases.values()))))  # text and model are the same in every case
@@ -64,9 +64,9 @@ def _run(overrides: list[str], inputs: Any, folder: Path, *, threads: int) -> di
     import torch
     from safetensors.torch import load_file
 
+    from rotexp.experiment.beginning import Beginning
+    from rotexp.experiment.experiment import Experiment
     from rotexp.launch.rank import open_accelerator
-    from rotexp.run.beginning import Beginning
-    from rotexp.run.experiment import Experiment
     from rotexp.runfolder.checkpoint_folders import find_checkpoint
     from rotexp.training.state import TrainingState
 

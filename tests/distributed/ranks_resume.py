@@ -41,7 +41,7 @@ class Job:
 
 def run_jobs(jobs: dict[str, Job], folder: str) -> dict[str, dict[str, Any]]:
     """Run each job in a folder of its name; return what this rank saw."""
-    from rotexp.run.inputs import open_inputs
+    from rotexp.experiment.inputs import open_inputs
 
     inputs = open_inputs(compose([*SMALL]))  # text and model are the same in every job
     inputs = replace(inputs, calibration=inputs.calibration[:NUM_BLOCKS])
@@ -52,9 +52,9 @@ def _run(job: Job, inputs: Any, folder: Path) -> dict[str, Any]:
     import torch
     from rich.console import Console
 
+    from rotexp.experiment.beginning import Beginning
+    from rotexp.experiment.experiment import Experiment
     from rotexp.launch.rank import open_accelerator
-    from rotexp.run.beginning import Beginning
-    from rotexp.run.experiment import Experiment
     from rotexp.training.saved_state import Checkpoints
 
     config = compose([*SMALL, *job.overrides])

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.trained_memory import LOOKS, PAUSE_SECONDS
+from rotexp.experiment.experiment import Experiment
+from rotexp.experiment.inputs import open_inputs
 from rotexp.launch.rank import open_accelerator
-from rotexp.run.experiment import Experiment
-from rotexp.run.inputs import open_inputs
 
 PEAK = 1e9
 """Operations a second that the device of a rank is taken to have, since CPUs have no known peak."""

@@ -22,7 +22,7 @@ from typing import Any
 TIMEOUT_SECONDS = 240
 IMPORTED = (
     "rotexp.launch.command_line",
-    "rotexp.run.experiment",
+    "rotexp.experiment.experiment",
     "rotexp.launch.rank",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",

@@ -27,7 +27,7 @@ ORDER = (
     "launch.command_line",
     "sweep",
     "launch",
-    "run",
+    "experiment",
     "tracking",
     "training",
     "metrics",
@@ -43,7 +43,7 @@ ORDER = (
     "config.targets",
     "config.schema",
     "config",
-    "run.options",
+    "experiment.options",
     "sweep.options",
     "launch.options",
     "tracking.options",
@@ -143,7 +143,7 @@ def test_pure_maths_imports_nothing_of_ours(parts: tuple[str, ...]) -> None:
         assert {part_of(name) for name in OWN_IMPORTS[module]} <= set(parts), module
 
 
-@pytest.mark.parametrize("above", ["training", "rotation", "run", "launch"])
+@pytest.mark.parametrize("above", ["training", "rotation", "experiment", "launch"])
 def test_sharding_and_synchronization_do_not_know_what_is_trained(above: str) -> None:
     for module, names in OWN_IMPORTS.items():
         if module.startswith(f"{OURS}.sharding"):
@@ -152,7 +152,7 @@ def test_sharding_and_synchronization_do_not_know_what_is_trained(above: str) ->
 
 def test_only_the_entry_and_the_command_line_know_hydra() -> None:
     command_line = {"rotexp.train", "rotexp.launch.command_line", "rotexp.config.explanations", "rotexp.sweep.planner"}
-    requests = {"rotexp.inspect", "rotexp.run.evaluation", "rotexp.run.exporting"}
+    requests = {"rotexp.inspect", "rotexp.experiment.evaluation", "rotexp.experiment.exporting"}
     reading = {"rotexp.config.schema", "rotexp.config.composition", "rotexp.runfolder.finished_run"}
     assert users_of("hydra") == command_line
     assert users_of("omegaconf") <= command_line | requests | reading

@@ -14,7 +14,7 @@ import pytest
 from damaged import RUN_FACTS, damaged
 
 from rotexp.config.schema import Config
-from rotexp.run.beginning import Beginning, check_model, find_beginning
+from rotexp.experiment.beginning import Beginning, check_model, find_beginning
 from rotexp.runfolder.checkpoint_folders import aside_of, complete, prepare_aside, step_folder
 from rotexp.training.options import Trainable, TrainConfig
 
@@ -212,5 +212,5 @@ def test_a_checkpoint_past_the_last_step_or_of_other_parameters_is_refused(tmp_p
 
 
 def test_it_is_decided_before_torch_is_imported() -> None:
-    code = "import sys, rotexp.run.beginning; sys.exit('torch' in sys.modules)"
+    code = "import sys, rotexp.experiment.beginning; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rotexp.run.exporting import _check_requirements
-from rotexp.run.options import ExportOptions
+from rotexp.experiment.exporting import _check_requirements
+from rotexp.experiment.options import ExportOptions
 
 
 def rebuilt(**must_run: Any) -> Any:

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rotexp.config.schema import Config
 from rotexp.data.options import DataConfig
+from rotexp.experiment.experiment import Experiment
 from rotexp.metrics.flops import Utilization, model_flops_per_token, peak_flops
 from rotexp.models.options import ModelConfig, ModelDtype, ModelSource
-from rotexp.run.experiment import Experiment
 from rotexp.training.options import Trainable, TrainConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

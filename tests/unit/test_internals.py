@@ -14,9 +14,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from rotexp.config.schema import Config
+from rotexp.experiment import inputs
+from rotexp.experiment.evaluation import AS_IT_COMES
 from rotexp.launch.start import check_machine, start
-from rotexp.run import inputs
-from rotexp.run.evaluation import AS_IT_COMES
 from rotexp.sharding.fsdp_internals import ALLOWED_TORCH, DIVISION, GUARD, Internals
 from rotexp.sharding.guard import install, installed
 from rotexp.sharding.options import ShardingConfig, Strategy, SyncConfig, SyncMode

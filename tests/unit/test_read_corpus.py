@@ -7,7 +7,7 @@ import pytest
 
 from rotexp.data.corpora import Corpus, builtin_corpus
 from rotexp.data.options import DataConfig, DataSource
-from rotexp.run.inputs import read_corpus
+from rotexp.experiment.inputs import read_corpus
 
 CALIBRATION, EVALUATION = "Text to train on.\n" * 30, "Held-out text.\n" * 20
 

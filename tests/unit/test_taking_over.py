@@ -11,12 +11,12 @@ import pytest
 
 from rotexp.config.composition import to_plain
 from rotexp.config.schema import COMPONENTS, Config
+from rotexp.experiment.beginning import Beginning
+from rotexp.experiment.taking_over import TakenOver
 from rotexp.metrics.options import EvaluationConfig
 from rotexp.optim.options import CayleySGDConfig
 from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
-from rotexp.run.beginning import Beginning
-from rotexp.run.taking_over import TakenOver
 from rotexp.runfolder.checkpoint_folders import FORMAT
 
 PROTOCOL = {"windows": 4}

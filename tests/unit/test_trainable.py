@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rotexp.config.schema import Config
+from rotexp.experiment.rebuild import merge_rebuilt, rebuild
 from rotexp.models.options import ModelConfig, ModelSource
 from rotexp.quant.fake import search_clip_ratios
 from rotexp.quant.options import QuantConfig
@@ -33,7 +34,6 @@ from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.trainable import load_trained, start_scales, train_also
-from rotexp.run.rebuild import merge_rebuilt, rebuild
 from rotexp.runfolder.finished_run import FinishedRun
 from rotexp.training.optimizers import Optimizers
 from rotexp.training.options import Trainable, TrainConfig

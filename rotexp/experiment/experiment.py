@@ -16,6 +16,10 @@ from torch import Tensor
 from rotexp.config.composition import config_digest, to_plain
 from rotexp.config.schema import Config
 from rotexp.config.targets import build
+from rotexp.experiment.inputs import Inputs
+from rotexp.experiment.measurements import Measurements
+from rotexp.experiment.saving import origin, save_run_files
+from rotexp.experiment.taking_over import TakenOver
 from rotexp.metrics.flops import Utilization, utilization
 from rotexp.metrics.profiler import StepProfiler
 from rotexp.metrics.rotations import largest
@@ -29,10 +33,6 @@ from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel, start_from_file
 from rotexp.rotation.placement import place
 from rotexp.rotation.trainable import start_scales, train_also
-from rotexp.run.inputs import Inputs
-from rotexp.run.measurements import Measurements
-from rotexp.run.saving import origin, save_run_files
-from rotexp.run.taking_over import TakenOver
 from rotexp.runfolder.records import finite, truncate_metrics, write_summary
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.digest import weights_digest

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rotexp.config.schema import Config
+from rotexp.experiment.inputs import Inputs
 from rotexp.metrics.quality import Quality, Share, evaluate, next_token_loss
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.options import RotationInit
-from rotexp.run.inputs import Inputs
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.ema import ShardedEMA
 from rotexp.sharding.guard import installed

@@ -16,6 +16,7 @@ from rotexp.data.corpora import Corpus, builtin_corpus, cut_to, text_digest, wik
 from rotexp.data.options import DataConfig, DataSource
 from rotexp.data.overlap import PASSAGE, SHORTEST_UNIT, Repetition, repetition
 from rotexp.data.text_files import find_text
+from rotexp.experiment.beginning import Beginning
 from rotexp.models.arch import find_spec
 from rotexp.models.load import build_model, open_checkpoint
 from rotexp.models.stored_model import RandomWeights, StoredModel
@@ -23,7 +24,6 @@ from rotexp.models.tokenizer import load_tokenizer
 from rotexp.rotation.model import start_from_file
 from rotexp.rotation.placement import place
 from rotexp.rotation.trainable import train_also
-from rotexp.run.beginning import Beginning
 
 DOUBTED_SHARE = 0.1
 """Of unknown tokens; natural text of a model's own language has far fewer."""

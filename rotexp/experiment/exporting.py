@@ -15,15 +15,15 @@ from rotexp.config.composition import config_digest, to_plain
 from rotexp.errors.library import is_out_of_memory
 from rotexp.errors.requirements import require
 from rotexp.errors.wording import dtype_name
+from rotexp.experiment.options import ExportConfig, ExportDtype, ExportFormat, ExportOptions
 from rotexp.files.folders import check_free, complete_folder
 from rotexp.process.exit_codes import DONE, FAILED
 from rotexp.process.outer import is_first
 from rotexp.process.signals import Interrupted, interruptible
-from rotexp.run.options import ExportConfig, ExportDtype, ExportFormat, ExportOptions
 from rotexp.runfolder.finished_run import FinishedRun, read_finished_run
 
 if TYPE_CHECKING:
-    from rotexp.run.rebuild import Rebuilt
+    from rotexp.experiment.rebuild import Rebuilt
 
 
 def export(composed: DictConfig) -> int:
@@ -77,7 +77,7 @@ def _complain(reason: str, target: Path) -> None:
 
 def _export(run: FinishedRun, options: ExportOptions, target: Path) -> int:
     """Rebuild, check, merge and write; returns the exit code."""
-    from rotexp.run.rebuild import merge_rebuilt, rebuild
+    from rotexp.experiment.rebuild import merge_rebuilt, rebuild
 
     rebuilt = rebuild(run)
     _check_requirements(rebuilt, options)

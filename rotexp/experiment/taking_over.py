@@ -8,7 +8,7 @@ from typing import Any
 
 from rotexp.config.composition import differences, to_plain
 from rotexp.config.schema import RECORDING, Config
-from rotexp.run.beginning import Beginning
+from rotexp.experiment.beginning import Beginning
 from rotexp.runfolder.checkpoint_folders import FACTS, read_facts
 from rotexp.runfolder.records import revived
 from rotexp.sharding.communication import Communication

@@ -14,6 +14,7 @@ from rotexp.config.composition import to_config, writable
 from rotexp.config.schema import COMPONENTS, Config
 from rotexp.data.options import KEYS_OF_SOURCE, DataConfig, DataSource
 from rotexp.errors.library import is_out_of_memory
+from rotexp.experiment.options import EvaluateConfig
 from rotexp.files.folders import write_atomically
 from rotexp.models.options import ModelDtype
 from rotexp.process.exit_codes import DONE, FAILED
@@ -21,7 +22,6 @@ from rotexp.process.outer import is_first
 from rotexp.process.signals import Interrupted, interruptible
 from rotexp.quant.options import QuantConfig
 from rotexp.rotation.options import RotationConfig
-from rotexp.run.options import EvaluateConfig
 from rotexp.runfolder.finished_run import FinishedRun, read_finished_run
 from rotexp.sharding.options import ShardingConfig, SyncConfig
 from rotexp.training.options import TrainConfig
@@ -29,8 +29,8 @@ from rotexp.training.options import TrainConfig
 if TYPE_CHECKING:
     import torch
 
-    from rotexp.run.inputs import Inputs
-    from rotexp.run.measurements import Measurements
+    from rotexp.experiment.inputs import Inputs
+    from rotexp.experiment.measurements import Measurements
 
 OWN_KEYS = ("run", "out")
 """What a run's configuration does not have."""
@@ -138,9 +138,9 @@ def _evaluate(config: Config, run: FinishedRun | None, out: Path | None) -> int:
     import torch
     from rich.console import Console
 
+    from rotexp.experiment.inputs import open_inputs
+    from rotexp.experiment.measurements import Measurements
     from rotexp.models.load import resolve_model
-    from rotexp.run.inputs import open_inputs
-    from rotexp.run.measurements import Measurements
     from rotexp.sharding.communication import Communication
     from rotexp.tracking.console import results_table
 
@@ -182,7 +182,7 @@ def _check_calibration(run: FinishedRun, config: Config, inputs: Inputs) -> None
         ValueError: it is that text, or the run's summary keeps no digest.
     """
     from rotexp.data.corpora import text_digest
-    from rotexp.run.inputs import read_within_limit
+    from rotexp.experiment.inputs import read_within_limit
 
     protocol = run.protocol
     limit = run.config.data.max_characters
@@ -220,8 +220,8 @@ def _measure_run(run: FinishedRun, measurements: Measurements, device: torch.dev
     import torch
 
     from rotexp.errors.wording import dtype_name
+    from rotexp.experiment.rebuild import merge_rebuilt, rebuild
     from rotexp.models.materialize import materialize
-    from rotexp.run.rebuild import merge_rebuilt, rebuild
     from rotexp.sharding.strategies import precision_policy
 
     computed = precision_policy(run.config.sharding).param_dtype or getattr(torch, run.config.model.dtype.name)
