@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rotexp.config.own_parts import field_names, gathered, schema_of, spread
+from rotexp.config.plugins import check_granted, typed_plugins
 from rotexp.config.schema import COMPONENTS, Config
 from rotexp.config.validation import validate
 
@@ -27,17 +28,6 @@ NO_PATHS = ("", "auto", "never")
 """Values that are none."""
 
 
-def writable(schema: Any) -> DictConfig:
-    """Return the structured config of a frozen dataclass, without the read-only flag OmegaConf gives those."""
-    config: DictConfig = OmegaConf.structured(schema)
-    pending = [config]
-    while pending:
-        node = pending.pop()
-        node._set_flag("readonly", None)
-        pending += [child for key in node if isinstance(child := node._get_node(key), DictConfig)]
-    return config
-
-
 class UnknownKeyError(ValueError):
     """A key that the schema does not have."""
 
@@ -46,14 +36,21 @@ class UnknownKeyError(ValueError):
         self.key = key
 
 
-def to_config(composed: DictConfig) -> Config:
+def to_config(composed: DictConfig, *, typed: Sequence[str] | None = None) -> Config:
     """Turn Hydra's composition into frozen dataclasses, paths written from the root, and check it.
+
+    Args:
+        typed: the plug-ins that were typed (None: those of the command line that Hydra reads).
 
     Raises:
         ValueError: a value, or a combination of values, that cannot be used.
     """
     if OmegaConf.get_type(composed) is not Config:
         raise ValueError("the configuration is not based on the schema; begin its defaults list with `- schema`")
+    typed = typed_plugins() if typed is None else typed
+    check_granted(composed.plugins, typed)
+    composed = gathered(composed)
+    composed.plugins = list(typed)
     if unknown := next(_unknown_keys(composed), None):
         raise UnknownKeyError(unknown)
     if missing := sorted(OmegaConf.missing_keys(composed)):
@@ -93,20 +90,22 @@ def whole_path(path: Path | str) -> Path:
 
 def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
     """Yield the keys that are in no dataclass; Hydra's `++` adds such, and files of the user's own may."""
-    schema = OmegaConf.get_type(node)
-    known = {option.name for option in dataclasses.fields(schema)} if dataclasses.is_dataclass(schema) else set()
+    known = field_names(schema_of(node))
     for key in node:
         if key not in known:
             yield f"{prefix}{key!s}"
-        elif isinstance(child := node._get_node(key), DictConfig) and not child._is_none():
+        elif key != "options" and isinstance(child := node._get_node(key), DictConfig) and not child._is_none():
             yield from _unknown_keys(child, f"{prefix}{key}.")
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Return `config` as nested dicts of plain values (enums as their names)."""
+    """Return `config` as nested dicts of plain values (enums as their names), as it is written in text.
+
+    The options of the user's own parts stand beside `_target_`; `plugins` are left out, for no file grants them.
+    """
     plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True, enum_to_str=True)
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    return {key: value for key, value in spread(plain).items() if key != "plugins"}
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -123,7 +122,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
 
 def resolved_yaml(config: Config) -> str:
     """Return YAML that runs again: `python -m rotexp.train --config-dir DIR --config-name config.resolved`."""
-    schemas = [{f"schema/{group}@{group}": getattr(config, group).name} for group in COMPONENTS]
+    names = {group: getattr(config, group).name for group in COMPONENTS}
+    schemas = [{f"schema/{group}@{group}": name} for group, name in names.items() if name in COMPONENTS[group]]
     header = ["hydra_settings", "schema", *schemas, "_self_", *HYDRA_OVERRIDES]
     return OmegaConf.to_yaml(OmegaConf.create({"defaults": header, **to_plain(config)}))
 

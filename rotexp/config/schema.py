@@ -32,6 +32,7 @@ class Config:
     Attributes:
         resume: `auto` continues an unfinished run in the same folder from its newest complete checkpoint, `never` does
             not; a folder is that of a run, or one checkpoint of it, to start from.
+        plugins: modules of your own that `_target_` may name; typed, for no file grants them, and never recorded.
         profile: leave a torch profiler trace of a few steps in the run's folder, and a table of where they went.
     """
 
@@ -53,6 +54,7 @@ class Config:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    plugins: list[str] = field(default_factory=list)
     profile: bool = False
 
 

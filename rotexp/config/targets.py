@@ -1,4 +1,4 @@
-"""Call what a configuration's `_target_` names, after checking it against an allow-list."""
+"""Call what a configuration's `_target_` names, after checking that it is rotexp's or a plug-in's."""
 
 from __future__ import annotations
 
@@ -6,41 +6,89 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import inspect
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rotexp.config.components import Component, Pluggable
+from rotexp.config.plugins import installed_plugins
 from rotexp.errors.requirements import require
 
-ALLOWED_TARGETS = ("rotexp.optim.", "rotexp.training.objectives.")
-"""Prefixes of what `_target_` may name."""
+OURS = ("rotexp.optim.", "rotexp.training.objectives.")
+"""Prefixes of what `_target_` may name of rotexp's own."""
 
 
 def build(component: Any, *arguments: Any) -> Any:
-    """Call what `component._target_` names with `arguments` and the component's other fields.
-
-    Raises:
-        ValueError: the target is not allowed; nothing was imported or called then.
-    """
-    module, _, name = check_target(component).rpartition(".")
+    """Call the class that a checked component's `_target_` names, with `arguments` and the component's options."""
+    module, _, name = component._target_.rpartition(".")
     factory = getattr(importlib.import_module(module), name)
+    return factory(*arguments, **options_of(component))
+
+
+def options_of(component: Any) -> dict[str, Any]:
+    """Return the keyword arguments that a component's class is called with."""
+    if isinstance(component, (Component, Pluggable)):
+        return dict(component.options)
     options = {option.name: getattr(component, option.name) for option in dataclasses.fields(component)}
-    return factory(*arguments, **{key: value for key, value in options.items() if key not in ("name", "_target_")})
+    return {key: value for key, value in options.items() if key not in ("name", "_target_")}
 
 
-def check_target(component: Any, *, key: str = "_target_") -> str:
-    """Return the component's `_target_` if it names a class that a module of the allow-list itself defines.
+def components_of(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every part of a configuration that `_target_` names, with its key."""
+    if getattr(config, "_target_", None) is not None:
+        yield key, config
+    for option in dataclasses.fields(config) if not isinstance(config, Component) else ():
+        value = getattr(config, option.name)
+        if dataclasses.is_dataclass(value):
+            yield from components_of(value, f"{key}.{option.name}".lstrip("."))
 
-    The module's text is read, not run: what it imports cannot be reached through it.
+
+def check_target(component: Any, *, key: str, plugins: Sequence[str] = ()) -> None:
+    """Refuse a component whose `_target_` is neither a class that a module of rotexp's itself defines nor a plug-in's.
+
+    The text of rotexp's modules is read, not run: what they import cannot be reached through them. A plug-in is
+    imported.
+
+    Args:
+        key: of the component, for messages.
+        plugins: modules that were granted, beside those that installed packages grant.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it is refused, cannot be imported, or does not take these options.
     """
-    target = str(getattr(component, "_target_", None))
-    allowed = f"a class of {' or '.join(prefix.rstrip('.') for prefix in ALLOWED_TARGETS)}"
+    target = str(component._target_)
     module, _, name = target.rpartition(".")
-    inside = target.startswith(ALLOWED_TARGETS) and module.count(".") == 2
-    require(inside and name in _classes(module), key, target, allowed, "leave it as the option sets it")
-    return target
+    granted = (*plugins, *installed_plugins())
+    if any(f"{module}.".startswith(f"{plugin}.") for plugin in granted):
+        _check_plugin(component, key=key, granted=granted)
+        return
+    ours = f"a class of {' or '.join(prefix.rstrip('.') for prefix in OURS)}, or of a plug-in"
+    inside = target.startswith(OURS) and module.count(".") == 2
+    root = target.partition(".")[0]
+    remedy = "leave it as the option sets it" if root in ("rotexp", target) else f"type plugins=[{root}] if it is yours"
+    require(inside and name in _classes(module), f"{key}._target_", target, ours, remedy)
+
+
+def _check_plugin(component: Any, *, key: str, granted: Sequence[str]) -> None:
+    target = str(component._target_)
+    module, _, name = target.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{key}._target_={target}: cannot be imported ({error}); install its package, or start by python -m in the "
+            f"folder that holds it"
+        ) from None
+    own = inspect.isclass(found) and any(f"{found.__module__}.".startswith(f"{plugin}.") for plugin in granted)
+    require(own, f"{key}._target_", target, f"a class that {' or '.join(granted)} itself defines", "name another")
+    known = inspect.signature(found).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    for option in options_of(component):
+        if option not in known and not takes_any:
+            raise ValueError(
+                f"{key}.{option}: is no option of {target}; choose one of {', '.join(list(known))}, or leave it out"
+            )
 
 
 def _classes(module: str) -> set[str]:

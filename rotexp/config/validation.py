@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rotexp.config.schema import COMPONENTS, Config
-from rotexp.config.targets import check_target
+from rotexp.config.targets import check_target, components_of
 from rotexp.errors.requirements import require
 from rotexp.models.options import ModelDtype
 from rotexp.sharding.options import MINIMUM_WORLD, ShardingConfig, Strategy
@@ -45,10 +45,10 @@ def validate(config: Config) -> None:
     world = config.sharding.sim_world
     several = config.launch.nnodes > 1
     require(not several or world is None, "sharding.sim_world", world, "null on several nodes", "set launch.nnodes=1")
+    for key, component in components_of(config):
+        check_target(component, key=key, plugins=config.plugins)
     for group in COMPONENTS:
-        component = getattr(config, group)
-        check_target(component, key=f"{group}._target_")
-        if hasattr(component, "validate"):
+        if hasattr(component := getattr(config, group), "validate"):
             component.validate(group)
 
 

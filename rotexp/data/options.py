@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from rotexp.config.components import Pluggable
 from rotexp.errors.requirements import MISSING, require
 
 
@@ -25,7 +26,7 @@ KEYS_OF_SOURCE = {
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Pluggable):
     """Text and how it is cut; lengths in tokens, batch in blocks over all ranks.
 
     Attributes:

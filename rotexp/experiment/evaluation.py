@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rotexp.config.composition import to_config, writable
+from rotexp.config.composition import to_config
+from rotexp.config.own_parts import writable
 from rotexp.config.schema import COMPONENTS, Config
 from rotexp.data.options import KEYS_OF_SOURCE, DataConfig, DataSource
 from rotexp.errors.library import is_out_of_memory
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from rotexp.experiment.inputs import Inputs
     from rotexp.experiment.measurements import Measurements
 
-OWN_KEYS = ("run", "out")
+OWN_KEYS = ("run", "out", "plugins")
 """What a run's configuration does not have."""
 
 OF_A_RUN = ("data", "evaluation")

@@ -48,9 +48,10 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """One export; `run` is the folder of a finished run."""
+    """One export; `run` is the folder of a finished run, `plugins` the modules of your own that it may name."""
 
     run: str = MISSING
+    plugins: list[str] = field(default_factory=list)
     export: ExportOptions = field(default_factory=ExportOptions)
 
 
@@ -70,10 +71,12 @@ class EvaluateConfig:
     Attributes:
         run: the folder of a finished run, whose model, quantizers and seed are its own.
         out: a JSON file to write.
+        plugins: modules of your own that the run may name.
     """
 
     run: str | None = None
     out: str | None = None
+    plugins: list[str] = field(default_factory=list)
     seed: int = MISSING
     model: ModelConfig = field(default_factory=lambda: not_given(ModelConfig()))
     quant: QuantConfig = field(default_factory=lambda: not_given(QuantConfig()))

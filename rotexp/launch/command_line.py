@@ -19,8 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from rotexp.config.composition import PATHS, from_root, writable
+from rotexp.config.composition import PATHS, from_root
 from rotexp.config.explanations import REFUSALS, TRAINING, Vocabulary, check_overrides, explain
+from rotexp.config.own_parts import writable
 from rotexp.config.schema import COMPONENTS, Config
 from rotexp.experiment.options import EvaluateConfig, ExportConfig
 from rotexp.files.reading import UnreadableError, read_yaml

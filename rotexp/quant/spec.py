@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+from rotexp.config.components import Pluggable
+
 OFF_BITS = 16
 ALLOWED_BITS = (2, 3, 4, 5, 6, 7, 8, OFF_BITS)
 
 
 @dataclass(frozen=True)
-class QuantSpec:
+class QuantSpec(Pluggable):
     """How a tensor is quantized along its last dimension.
 
     Attributes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from rotexp.errors.requirements import MISSING, require
 
@@ -25,6 +26,7 @@ class RotationConfig:
         block_size: order of the blocks of R1 and R4, for group and microscaling formats (None: one block).
         init: what R1 and R2 start from.
         path: a file of rotations to start from instead: `rotations.safetensors` of a run, or `R.bin`.
+        start: a part of your own, by `_target_`, that draws what R1 and R2 start from, instead of `init`.
         learned: whether R1 and R2 are trained.
     """
 
@@ -37,6 +39,7 @@ class RotationConfig:
     init: RotationInit = RotationInit.hadamard
     path: str | None = None
     learned: bool = True
+    start: Any = None
 
     def validate(self) -> None:
         """Raise ValueError when an option cannot be used, whatever the other groups say."""

@@ -10,7 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rotexp.config.composition import to_config, writable
+from rotexp.config.composition import to_config
+from rotexp.config.own_parts import writable
 from rotexp.config.schema import COMPONENTS, Config
 from rotexp.files.reading import UnreadableError, read_yaml
 from rotexp.runfolder.layout import CONFIG_FILE, ROTATIONS_FILE, SUMMARY_FILE
@@ -118,7 +119,8 @@ def _schema(values: DictConfig) -> DictConfig:
     schema = writable(Config)
     for group, options in COMPONENTS.items():
         name = OmegaConf.select(values, f"{group}.name")
-        if name not in options:
+        if name in options:
+            schema[group] = writable(options[name])
+        elif OmegaConf.select(values, f"{group}._target_") is None:
             raise ValueError(f"{group}.name={name}: must be one of {', '.join(options)}")
-        schema[group] = writable(options[name])
     return schema

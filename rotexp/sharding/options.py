@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from enum import Enum
 
+from rotexp.config.components import Pluggable
 from rotexp.errors.requirements import require
 
 
@@ -66,7 +67,7 @@ MASTER_OPTIONS = ("bucket_mib", "sim_world")
 
 
 @dataclass(frozen=True)
-class ShardingConfig:
+class ShardingConfig(Pluggable):
     """How parameters are split over ranks.
 
     Attributes:
@@ -133,7 +134,7 @@ class ShardingConfig:
             changed = [
                 option.name
                 for option in dataclasses.fields(self)
-                if option.name not in used and getattr(self, option.name) != option.default
+                if option.name not in used and getattr(self, option.name) != getattr(ShardingConfig(), option.name)
             ]
             name = self.strategy.name
             require(not changed, "sharding", name, f"without {', '.join(changed)}", "use another sharding")

@@ -48,7 +48,11 @@ class Child:
         (configs / f"{job.name}.yaml").write_text(runnable(config, job.folder), encoding="utf-8")
         sys.stdout.flush()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rotexp.train", "--config-dir", str(configs), "--config-name", f"{job.name}.yaml"],
+            [
+                *(sys.executable, "-m", "rotexp.train"),
+                *("--config-dir", str(configs), "--config-name", f"{job.name}.yaml"),
+                *([f"plugins=[{','.join(config.plugins)}]"] if config.plugins else []),
+            ],
             env=os.environ | variables,
             stdin=subprocess.DEVNULL,
             stdout=self._log,

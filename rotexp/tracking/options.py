@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from rotexp.config.components import Pluggable
+
 
 class TrackerKind(Enum):
     """Where metrics go beside `metrics.jsonl`."""
@@ -23,7 +25,7 @@ class WandbMode(Enum):
 
 
 @dataclass(frozen=True)
-class TrackerConfig:
+class TrackerConfig(Pluggable):
     """Where metrics go beside `metrics.jsonl`."""
 
     kind: TrackerKind = TrackerKind.wandb

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from rotexp.errors.requirements import MISSING, require
 
@@ -73,6 +74,7 @@ class TrainConfig:
             beside rotations, and of rotations where their step depends on the gradient's length, which it does under
             `optimizer.step_rule=paper` or with momentum.
         on_nonfinite: whether a loss or gradient that is not finite ends the run or its step alone.
+        scheduler: a part of your own, by `_target_`, that schedules learning rates, instead of `lr_schedule`.
         checkpoint_every: steps between two checkpoints (None: after the last step, and when a signal ends the run).
         keep_checkpoints: how many of the newest are kept.
         async_checkpoints: write while training goes on.
@@ -83,6 +85,7 @@ class TrainConfig:
     micro_batch_size: int | None = None
     max_grad_norm: float | None = 1.0
     lr_schedule: LrSchedule = LrSchedule.cosine
+    scheduler: Any = None
     warmup_steps: int = 0
     log_every: int = 1
     gradient_checkpointing: bool = False

@@ -41,6 +41,8 @@ ORDER = (
     "config.composition",
     "config.validation",
     "config.targets",
+    "config.own_parts",
+    "config.plugins",
     "config.schema",
     "config",
     "experiment.options",
@@ -55,13 +57,14 @@ ORDER = (
     "sharding.options",
     "quant.options",
     "files",
-    "errors",
     "quant",
     "optim",
     "orthogonal",
+    "config.components",
+    "errors",
 )
 COMMANDS = ORDER[: ORDER.index("comparison")]
-PURE = (("quant",), ("optim", "orthogonal"), ("orthogonal",))
+PURE = (("quant", "config.components", "errors"), ("optim", "orthogonal"), ("orthogonal",))
 Imports = dict[str, set[str]]
 
 
@@ -151,9 +154,15 @@ def test_sharding_and_synchronization_do_not_know_what_is_trained(above: str) ->
 
 
 def test_only_the_entry_and_the_command_line_know_hydra() -> None:
-    command_line = {"rotexp.train", "rotexp.launch.command_line", "rotexp.config.explanations", "rotexp.sweep.planner"}
+    command_line = {
+        "rotexp.train",
+        "rotexp.config.plugins",
+        "rotexp.launch.command_line",
+        "rotexp.config.explanations",
+        "rotexp.sweep.planner",
+    }
     requests = {"rotexp.inspect", "rotexp.experiment.evaluation", "rotexp.experiment.exporting"}
-    reading = {"rotexp.config.schema", "rotexp.config.composition", "rotexp.runfolder.finished_run"}
+    reading = {"rotexp.config.own_parts", "rotexp.config.composition", "rotexp.runfolder.finished_run"}
     assert users_of("hydra") == command_line
     assert users_of("omegaconf") <= command_line | requests | reading
 

@@ -1,0 +1,44 @@
+"""Parts that a configuration names by `_target_`, the user's own among them, and the options they are called with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rotexp.errors.requirements import MISSING
+
+
+@dataclass(frozen=True)
+class Component:
+    """A part without a schema: in text its options stand beside `_target_`.
+
+    Attributes:
+        name: what tables and W&B call it; the class's name if none is given.
+        options: the keyword arguments that its class is called with.
+    """
+
+    name: str = MISSING
+    _target_: str = MISSING
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def target(self) -> str:
+        """The class, `module.Class`."""
+        return self._target_
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pluggable:
+    """A group of options that also takes a part of the user's own: in text its options stand beside `_target_`.
+
+    Attributes:
+        options: the keyword arguments of the class that `_target_` names; those that the group knows stay in it.
+    """
+
+    _target_: str | None = None
+    options: dict[str, Any] = field(default_factory=dict, hash=False)  # specs are keys of caches
+
+    @property
+    def target(self) -> str | None:
+        """The class of the user's own, `module.Class`; None for a part of rotexp's."""
+        return self._target_

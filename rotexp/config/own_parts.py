@@ -1,0 +1,86 @@
+"""The options of the user's own parts: beside `_target_` in text, gathered under `options` in memory."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rotexp.config.components import Component, Pluggable
+
+
+def writable(schema: Any) -> DictConfig:
+    """Return the structured config of a frozen dataclass, without the read-only flag OmegaConf gives those.
+
+    Groups that take a part of the user's own take any key: it may be an option of that part.
+    """
+    config: DictConfig = OmegaConf.structured(schema)
+    pending = [config]
+    while pending:
+        node = pending.pop()
+        node._set_flag("readonly", None)
+        if issubclass(schema_of(node), Pluggable):
+            node._set_flag("struct", False)
+        pending += _children(node)
+    return config
+
+
+def schema_of(node: DictConfig) -> type[Any]:
+    """Return the dataclass that a node is based on, or `dict`."""
+    return OmegaConf.get_type(node) or dict
+
+
+def field_names(schema: type[Any]) -> set[str]:
+    """Return the fields of a dataclass; none of `dict`."""
+    return {option.name for option in dataclasses.fields(schema)} if dataclasses.is_dataclass(schema) else set()
+
+
+def gathered(composed: DictConfig) -> DictConfig:
+    """Return a composition in which the options of every part of the user's own are gathered under `options`."""
+    whole = copy.deepcopy(composed)
+    pending = [whole]
+    while pending:
+        node = pending.pop()
+        for key in [key for key in node if node._get_node(key) in _children(node)]:
+            child = node[key]
+            if child.get("_target_") is not None and schema_of(child) is dict:
+                node[key] = _gather(child, Component)
+            elif child.get("_target_") is not None and issubclass(schema_of(child), Pluggable):
+                node[key] = _gather(child, schema_of(child))
+            else:
+                pending.append(child)
+    return whole
+
+
+def _gather(node: DictConfig, schema: type[Any]) -> DictConfig:
+    known = field_names(schema)
+    values: dict[str, Any] = {str(key): node._get_node(key) for key in node if key in known}
+    own = {str(key): node._get_node(key) for key in node if key not in known}
+    if "name" in known and ("name" not in values or OmegaConf.is_missing(node, "name")):
+        values["name"] = str(node._target_).rpartition(".")[2]
+    merged = OmegaConf.merge(writable(schema), values | {"options": {**(node.get("options") or {}), **own}})
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def spread(plain: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return nested dicts in which the options of every part stand beside its `_target_`."""
+    values = {str(key): spread(value) if isinstance(value, dict) else value for key, value in plain.items()}
+    if not {"_target_", "options"} <= values.keys():
+        return values
+    options = values.pop("options")
+    if values["_target_"] is None:  # the group's own part
+        del values["_target_"]
+    return values | options
+
+
+def _children(node: DictConfig) -> list[DictConfig]:
+    children = (node._get_node(key) for key in node)
+    return [
+        child
+        for child in children
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing()
+    ]

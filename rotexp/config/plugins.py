@@ -1,0 +1,45 @@
+"""Which modules of the user's own a configuration may name: those typed as `plugins=[…]`, and installed ones.
+
+A file never grants anything, neither the user's nor one that is read back from a run's folder: `plugins` counts where
+it was typed for this process. Packages that are installed grant themselves by an entry point `rotexp.plugins`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib.metadata import entry_points
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+KEY = "plugins"
+ENTRY_POINTS = "rotexp.plugins"
+
+
+def typed_plugins(overrides: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Return the modules that `plugins=[…]` names among overrides (None: among those of the job that Hydra runs)."""
+    if overrides is None:
+        overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    typed = next((override.value() for override in parsed if override.key_or_group == KEY), None)
+    names = [typed] if isinstance(typed, str) else typed if isinstance(typed, list) else []
+    return tuple(str(name) for name in names)
+
+
+def installed_plugins() -> tuple[str, ...]:
+    """Return the modules that installed packages name by entry points."""
+    return tuple(point.module for point in entry_points(group=ENTRY_POINTS))
+
+
+def check_granted(named: Iterable[str], typed: Sequence[str]) -> None:
+    """Refuse plug-ins that a file names.
+
+    Raises:
+        ValueError: one of them was not typed.
+    """
+    for name in named:
+        if name not in typed:
+            raise ValueError(
+                f"{KEY}=[{name}]: is named by a file, which may not say what is imported; type {KEY}=[{name}] on the "
+                f"command line, or install the package with an entry point of {ENTRY_POINTS}"
+            )
