@@ -30,8 +30,8 @@ class CayleySGDOptions:
         lr: the learning rate. For the angle rule the largest rotation angle of a step, in radians; for the paper rule
             the length of the step along the projected gradient, which the cap usually replaces.
         momentum: weight in [0, 1) of the earlier generators. Off by default: at 0.9 it spoiled the measured runs.
-        step_rule: angle (the default, better on average at its default rate: README) sizes the step by what it does;
-            paper caps the learning rate so that the fixed point contracts, as published.
+        step_rule: angle (the default, better on average at its default rate: docs/training.md) sizes the step by
+            what it does; paper caps the learning rate so that the fixed point contracts, as published.
         solver: exact (the default) is on a CPU also the faster one.
         fixed_point_iterations: products of the fixed-point solver after the first. 5 keep float32 accuracy at the angle
             rule's default learning rate; the paper rule's longest steps, half as long as where the fixed point stops

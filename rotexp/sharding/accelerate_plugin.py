@@ -1,7 +1,8 @@
 """A helper for training loops of Hugging Face Accelerate's own: keep the rotations out of its FSDP2.
 
 rotexp's own runs do not need it, since they shard by `fully_shard` themselves. On CPU Accelerate (1.15) takes DDP in
-place of FSDP2, whatever the plugin says; README's lines are tested on gloo with its preparation for FSDP2 forced.
+place of FSDP2, whatever the plugin says; the lines of docs/sharding.md are tested on gloo with its preparation for
+FSDP2 forced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the ranks of Accelerate's test do: run README's lines on a placed model, and look at rotations and gradients."""
+"""What the ranks of Accelerate's test do: run the page's lines on a placed model, and look at its rotations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rotexp.sharding.accelerate_plugin import ignore_module
 from rotexp.sharding.communication import Communication
 from rotexp.training.coordinator import Coordinator
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
 
 
 def as_on_accelerators(fsdp_plugin: Any) -> Accelerator:
@@ -38,10 +38,10 @@ def gradients(network: Any, token_ids: Any) -> Any:
     return loss
 
 
-def run_readme() -> dict[str, Any]:
+def run_page() -> dict[str, Any]:
     """Run the lines with another start on each rank, then a step's backward."""
     torch.set_num_threads(1)
-    lines = re.search(r"```python\n(plugin = .*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    lines = re.search(r"```python\n(plugin = .*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert lines is not None
     rotation = RotationConfig(r1=True, r2=True, r3=False, r4=False, init=RotationInit.random)
     alone = rotated(make_source("llama"), rotation)

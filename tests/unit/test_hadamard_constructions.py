@@ -16,7 +16,7 @@ from rotexp.orthogonal.recursive import agayan_sarukhanyan, miyamoto
 from rotexp.orthogonal.sequences import golay_pair, has_t_sequences, sign_row, stored, t_sequences
 from rotexp.orthogonal.williamson import has_williamson, williamson_rows
 
-README = Path(__file__).parents[2] / "README.md"
+LIMITS = Path(__file__).parents[2] / "docs" / "limits.md"
 
 # Orders that need a construction beyond Sylvester's and Paley's, some for each, and their factors.
 NEW_ORDERS = {
@@ -89,7 +89,7 @@ def test_products_of_sylvester_and_paley_keep_to_their_factors() -> None:
         assert direct.issuperset(hadamard_factors(order)), order
 
 
-def test_readme_tells_which_orders_are_reached() -> None:
+def test_the_page_of_limits_tells_which_orders_are_reached() -> None:
     missing = [order for order in range(4, 32769, 4) if not is_constructible(order)]
     *first, last, after = missing[:5]
     assert [order for order in range(-8, after) if is_constructible(order)] == [
@@ -97,7 +97,7 @@ def test_readme_tells_which_orders_are_reached() -> None:
         2,
         *sorted({*range(4, after, 4)} - {*first, last}),
     ]
-    text = " ".join(README.read_text(encoding="utf-8").split())
+    text = " ".join(LIMITS.read_text(encoding="utf-8").split())
     assert f"of the 8192 multiples of 4 up to 32768, {8192 - len(missing)} are reached" in text
     assert f"all up to {after - 4} but {', '.join(map(str, first))} and {last}" in text
 
