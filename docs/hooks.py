@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rotexp"
 CONF = ROOT / "conf"
 ROOMS = sorted(file.parent.name for file in PACKAGE.glob("*/__init__.py"))
+OF_OWN_PARTS = ("_target_", "options")
+"""Fields of a group by which it takes a part of the user's own: another page tells of them."""
 LOADED = re.compile(r"<(?:script|img|iframe|source)[^>]*\ssrc=\"?(?:https?:)?//|<link[^>]*\shref=\"?(?:https?:)?//")
 """What makes a browser fetch something from elsewhere; plain links to other places are welcome."""
 
@@ -73,7 +75,8 @@ def keys_page() -> str:
     introduction = (
         "# Configuration keys\n\n"
         "Every key of a run, as `python -m rotexp.train KEY=VALUE` sets it, with its value where no option is chosen. "
-        "An option of a group (`GROUP=OPTION`, a file of `conf/`) sets several of its keys at once."
+        "An option of a group (`GROUP=OPTION`, a file of `conf/`) sets several of its keys at once. "
+        "What is [your own](../extending.md) has the keys of its class."
     )
     parts = [introduction, keys_table(config, "", of_root=True)]
     for group in groups:
@@ -107,7 +110,7 @@ def key_rows(options: Any, prefix: str) -> Iterator[tuple[str, str, str]]:
         value = getattr(options, option.name)
         if is_dataclass(value):
             yield from key_rows(value, f"{prefix}{option.name}.")
-        elif option.name != "_target_":
+        elif option.name not in OF_OWN_PARTS:
             yield f"`{prefix}{option.name}`", shown(value), meanings.get(option.name, "")
 
 
