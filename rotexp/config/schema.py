@@ -30,6 +30,7 @@ class Config:
     """One run.
 
     Attributes:
+        seed: of everything random: the rotations' start, the order of blocks, a random model's weights.
         resume: `auto` continues an unfinished run in the same folder from its newest complete checkpoint, `never` does
             not; a folder is that of a run, or one checkpoint of it, to start from.
         plugins: modules of your own that `_target_` may name; typed, for no file grants them, and never recorded.

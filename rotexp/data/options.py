@@ -34,6 +34,8 @@ class DataConfig(Pluggable):
         calibration, evaluation: of your own texts: a file, a folder or a pattern such as `texts/*.txt`.
         field: which field of JSON Lines or Parquet holds the text; of plain text there is none.
         max_characters: how far each text is read (None: to its end); memory and time grow with it.
+        sequence_length: of a block that is trained on, in tokens.
+        global_batch_size: blocks a step over all ranks, however many those are.
     """
 
     name: str = MISSING

@@ -70,6 +70,10 @@ class TrainConfig:
         steps: optimizer steps.
         params: what is trained.
         micro_batch_size: in blocks a rank (None: all of its share of the global batch).
+        lr_schedule: how the learning rate falls from its peak.
+        warmup_steps: over which it rises to that peak.
+        log_every: steps between two rows of `metrics.jsonl`.
+        gradient_checkpointing: compute each layer's activations anew in the backward.
         max_grad_norm: the joint norm to which gradients are clipped (None: not at all): those of everything trained
             beside rotations, and of rotations where their step depends on the gradient's length, which it does under
             `optimizer.step_rule=paper` or with momentum.
