@@ -62,7 +62,10 @@ def room_page(room: str) -> str:
         ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in sorted((PACKAGE / room).rglob("*.py"))
     ]
     own = [module for module in modules if not module.endswith("__init__")]
-    parts = [f"# rotexp.{room}", f"::: rotexp.{room}\n    options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}"]
+    parts = [
+        f"# rotexp.{room}",
+        f"::: rotexp.{room}\n    options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}",
+    ]
     return "\n\n".join([*parts, *(f"::: {module}" for module in own)]) + "\n"
 
 
