@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -25,6 +26,8 @@ CONF = ROOT / "conf"
 ROOMS = sorted(file.parent.name for file in PACKAGE.glob("*/__init__.py"))
 OF_OWN_PARTS = ("_target_", "options")
 """Fields of a group by which it takes a part of the user's own: another page tells of them."""
+OF_INTRODUCTION = "{members: false, show_root_heading: false, show_root_toc_entry: false}"
+"""Options by which the docstring of a package stands at the head of a page."""
 LOADED = re.compile(r"<(?:script|img|iframe|source)[^>]*\ssrc=\"?(?:https?:)?//|<link[^>]*\shref=\"?(?:https?:)?//")
 """What makes a browser fetch something from elsewhere; plain links to other places are welcome."""
 
@@ -39,7 +42,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here."""
-    pages = {room: room_page(room) for room in ROOMS} | {"keys-of-runs": keys_page(), "keys-of-metrics": metrics_page()}
+    pages = {room: room_page(room) for room in ROOMS} | {"public-face": face_page()}
+    pages |= {"keys-of-runs": keys_page(), "keys-of-metrics": metrics_page()}
     for name, text in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
@@ -64,9 +68,22 @@ def room_page(room: str) -> str:
     own = [module for module in modules if not module.endswith("__init__")]
     parts = [
         f"# rotexp.{room}",
-        f"::: rotexp.{room}\n    options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}",
+        f"::: rotexp.{room}\n    options: {OF_INTRODUCTION}",
     ]
     return "\n\n".join([*parts, *(f"::: {module}" for module in own)]) + "\n"
+
+
+def face_page() -> str:
+    """Return the page of what `import rotexp` gives, functions first; it is read from the package's own imports."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    imports = [
+        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and str(node.module).startswith("rotexp.")
+    ]
+    homes = {alias.name: node.module for node in imports for alias in node.names}
+    names = sorted(homes, key=lambda name: (name[0].isupper(), name))
+    parts = ["# Public face", f"::: rotexp\n    options: {OF_INTRODUCTION}"]
+    parts += [f"::: {homes[name]}.{name}\n    options: {{heading: rotexp.{name}, toc_label: {name}}}" for name in names]
+    return "\n\n".join(parts) + "\n"
 
 
 def keys_page() -> str:

@@ -22,7 +22,7 @@ WRITTEN = [
     ROOT / "benchmarks" / "README.md",
     *PAGES,
 ]
-MADE = re.compile(r"docs/reference/(?!index|face)[\w-]+\.md")
+MADE = re.compile(r"docs/reference/(?!index)[\w-]+\.md")
 """Pages that the documentation's build makes."""
 ROOM = re.compile(r"`((?:rotexp|conf|docs|tests|benchmarks|multirun_scripts|examples|hydra_plugins)/[\w./-]*)`")
 """A path of the repository as pages write it; the folders of a user's own start elsewhere."""
