@@ -32,7 +32,7 @@ def stored() -> dict[str, dict[str, list[str]]]:
     of the flattest); the autocorrelations of all pairs, sorted; two pairs that cancel. Where the product of the four
     rows x, y, z, w is 1 everywhere, (x + y + z + w) / 4, (x + y - z - w) / 4, … are T-sequences.
     """
-    text = (files("rotexp.rotation") / "sequences.json").read_text(encoding="utf-8")
+    text = (files("rotexp.orthogonal") / "sequences.json").read_text(encoding="utf-8")
     rows: dict[str, dict[str, list[str]]] = json.loads(text)
     return rows
 
