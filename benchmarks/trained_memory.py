@@ -23,18 +23,17 @@ from rotexp.config.schema import Config
 from rotexp.config.targets import build
 from rotexp.metrics.memory import GIB, peaks, reset_peaks
 from rotexp.metrics.static_memory import StaticBytes, predict
-from rotexp.models.arch import find_spec
-from rotexp.models.load import build_model, open_checkpoint
+from rotexp.models.load import open_checkpoint
 from rotexp.models.materialize import materialize
 from rotexp.models.options import ModelConfig, ModelDtype, ModelSource
 from rotexp.models.stored_model import StoredModel
 from rotexp.optim.options import CayleySGDConfig
+from rotexp.rotation.building import build_for_run
 from rotexp.rotation.merge import prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.own_rows.division import Division, dividing, may_divide
-from rotexp.rotation.placement import place
-from rotexp.rotation.trainable import start_scales, train_also
+from rotexp.rotation.trainable import start_scales
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.local_rows import local_rows
 from rotexp.sharding.options import MINIMUM_WORLD, ShardingConfig, Strategy
@@ -186,10 +185,7 @@ def moments(predicted: StaticBytes) -> dict[str, int]:
 
 
 def _build(checkpoint: StoredModel, config: Config) -> RotatedModel:
-    network = build_model(checkpoint, dtype=getattr(torch, config.model.dtype.name))
-    model = place(network, find_spec(network), config.rotation, config.quant, seed=config.seed)
-    train_also(model, config.train.params)
-    return model
+    return build_for_run(checkpoint, config, dtype=getattr(torch, config.model.dtype.name))
 
 
 def _shard(model: RotatedModel, config: Config, communication: Communication) -> None:

@@ -203,14 +203,11 @@ def _measure_model(config: Config, inputs: Inputs, measurements: Measurements, d
     """Measure a checkpoint: float, and quantized if anything is."""
     import torch
 
-    from rotexp.models.arch import find_spec
-    from rotexp.models.load import build_model
     from rotexp.models.materialize import materialize
-    from rotexp.rotation.placement import place
+    from rotexp.rotation.building import build_for_run
 
-    network = build_model(inputs.checkpoint, dtype=getattr(torch, config.model.dtype.name))
-    model = place(network, find_spec(network), config.rotation, config.quant, seed=config.seed)
-    materialize(network, inputs.checkpoint, device=device)
+    model = build_for_run(inputs.checkpoint, config, dtype=getattr(torch, config.model.dtype.name))
+    materialize(model.network, inputs.checkpoint, device=device)
     measurements.as_it_comes(model)
     if not config.quant.enabled:
         del measurements.rows["quantized"]

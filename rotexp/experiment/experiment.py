@@ -24,15 +24,14 @@ from rotexp.metrics.flops import Utilization, utilization
 from rotexp.metrics.profiler import StepProfiler
 from rotexp.metrics.rotations import largest
 from rotexp.metrics.static_memory import StaticBytes, predict
-from rotexp.models.arch import find_spec
-from rotexp.models.load import build_model, checkpoint_layers, summarize_model
+from rotexp.models.load import summarize_model
 from rotexp.models.materialize import materialize
 from rotexp.process.signals import StopRequest
+from rotexp.rotation.building import build_for_run
 from rotexp.rotation.invariance import PROOF_TOKENS, check_invariance, check_merged, trace
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel, start_from_file
-from rotexp.rotation.placement import place
-from rotexp.rotation.trainable import start_scales, train_also
+from rotexp.rotation.trainable import start_scales
 from rotexp.runfolder.records import finite, truncate_metrics, write_summary
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.digest import weights_digest
@@ -167,13 +166,7 @@ class Experiment:
         if checkpoint.coarse:
             counts = ", ".join(f"{count} {grid}" for grid, count in checkpoint.coarse_counts().items())
             self.console.print(f"weights were stored on a coarse grid: {counts}", highlight=False, soft_wrap=True)
-        network = build_model(checkpoint, dtype=getattr(torch, config.model.dtype.name))
-        spec = find_spec(network)
-        if config.train.gradient_checkpointing:
-            checkpoint_layers(network, spec)
-        model = place(network, spec, config.rotation, config.quant, seed=config.seed)
-        train_also(model, config.train.params)
-        return model
+        return build_for_run(checkpoint, config, dtype=getattr(torch, config.model.dtype.name))
 
     def shard(self, model: RotatedModel) -> None:
         """Split the parameters over the ranks, read the weights, give every rank the same rotations."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from rotexp.config.schema import Config
 from rotexp.data.blocks import BlockSampler, TokenBlocks, cut, unknown_share
@@ -17,13 +16,11 @@ from rotexp.data.options import DataConfig, DataSource
 from rotexp.data.overlap import PASSAGE, SHORTEST_UNIT, Repetition, repetition
 from rotexp.data.text_files import find_text
 from rotexp.experiment.beginning import Beginning
-from rotexp.models.arch import find_spec
-from rotexp.models.load import build_model, open_checkpoint
+from rotexp.models.load import open_checkpoint
 from rotexp.models.stored_model import RandomWeights, StoredModel
 from rotexp.models.tokenizer import load_tokenizer
-from rotexp.rotation.model import start_from_file
-from rotexp.rotation.placement import place
-from rotexp.rotation.trainable import train_also
+from rotexp.rotation.building import build_for_run
+from rotexp.rotation.model import RotatedModel, start_from_file
 
 DOUBTED_SHARE = 0.1
 """Of unknown tokens; natural text of a model's own language has far fewer."""
@@ -40,7 +37,7 @@ class Inputs:
         calibration: token ids (blocks, data.sequence_length).
         evaluation: token ids (windows, evaluation.window).
         protocol: how held-out figures are made: digests, window, stride, tokens scored.
-        resumption: the checkpoint the run begins at.
+        beginning: the checkpoint the run begins at, if any.
         warnings: what people may not expect of the texts and the tokenizer.
     """
 
@@ -113,9 +110,9 @@ def open_inputs(config: Config) -> Inputs:
     checkpoint = open_checkpoint(config.model, seed=config.seed)
     _check_lengths(config, checkpoint)
     tokenizer = load_tokenizer(checkpoint)
-    model: Any = build_model(checkpoint, dtype=torch.float32)
-    rows = len(model.get_input_embeddings().weight)
+    model = build_for_run(checkpoint, config, dtype=torch.float32)
     _check_placement(config, checkpoint, model)  # before the texts, which take minutes to tokenize where they are long
+    rows = _num_embedded(model)
     calibration = cut(
         corpus.calibration,
         tokenizer,
@@ -180,15 +177,19 @@ def _check_lengths(config: Config, checkpoint: StoredModel) -> None:
             )
 
 
-def _check_placement(config: Config, checkpoint: StoredModel, model: nn.Module) -> None:
-    """Refuse what does not fit the model before its weights are read: rotations, group sizes, a file to start from."""
-    rotated = place(model, find_spec(model), config.rotation, config.quant, seed=config.seed)
-    train_also(rotated, config.train.params)
-    rotated.check_widths()
-    if config.rotation.learned and config.train.steps and not len(rotated.bank) and not rotated.trained_names:
-        reasons = "; ".join(rotated.warnings)
+def _num_embedded(model: RotatedModel) -> int:
+    """Return how many tokens the model has a row for."""
+    causal: Any = model.network
+    return len(causal.get_input_embeddings().weight)
+
+
+def _check_placement(config: Config, checkpoint: StoredModel, model: RotatedModel) -> None:
+    """Refuse what does not fit the model before its weights are read: group sizes, a file to start from, nothing."""
+    model.check_widths()
+    if config.rotation.learned and config.train.steps and not len(model.bank) and not model.trained_names:
+        reasons = "; ".join(model.warnings)
         raise ValueError(f"rotation.learned=true: nothing is left to train ({reasons}); place R2, or set train.steps=0")
-    start_from_file(rotated, config.rotation, identity=checkpoint.identity)
+    start_from_file(model, config.rotation, identity=checkpoint.identity)
 
 
 def _protocol(config: Config, corpus: Corpus, evaluation: TokenBlocks) -> dict[str, Any]:

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotexp.models.arch import find_spec
-from rotexp.models.load import build_model, open_checkpoint
+from rotexp.models.load import open_checkpoint
 from rotexp.models.materialize import materialize
 from rotexp.models.stored_model import StoredModel
 from rotexp.orthogonal.hadamard import HadamardTransform
+from rotexp.rotation.building import build_for_run
 from rotexp.rotation.file import LoadedRotations, assign_rotations, load_rotations
 from rotexp.rotation.invariance import PROOF_TOKENS, check_invariance, check_merged, trace
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
-from rotexp.rotation.placement import place
-from rotexp.rotation.trainable import check_trained, load_trained, train_also
+from rotexp.rotation.trainable import check_trained, load_trained
 from rotexp.runfolder.finished_run import FinishedRun
 from rotexp.runfolder.layout import WEIGHTS_FILE
 
@@ -54,19 +53,11 @@ def rebuild(run: FinishedRun) -> Rebuilt:
     config = run.config
     loaded = load_rotations(run.rotations, key="run")
     checkpoint = open_checkpoint(config.model, seed=config.seed)
-    model = _place(checkpoint, run)
+    model = build_for_run(checkpoint, config, dtype=torch.float32)
     assign_rotations(
         model.bank, loaded, model=checkpoint.identity, placements=model.placements, online=model.online, key="run"
     )
     return Rebuilt(checkpoint, model, loaded, requirements(model), _trained(model, run))
-
-
-def _place(checkpoint: StoredModel, run: FinishedRun) -> RotatedModel:
-    """Build the structure and place what the run placed, as its phase `load` does."""
-    network = build_model(checkpoint, dtype=torch.float32)
-    model = place(network, find_spec(network), run.config.rotation, run.config.quant, seed=run.config.seed)
-    train_also(model, run.config.train.params)
-    return model
 
 
 def _trained(model: RotatedModel, run: FinishedRun) -> Path | None:

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotexp.models.arch import decoder_layers, find_spec, head_dim, head_name, roles
-from rotexp.models.load import build_model
+from rotexp.models.arch import decoder_layers, head_dim, head_name, roles
 from rotexp.models.stored_model import StoredModel
 from rotexp.orthogonal.hadamard import hadamard_factors, is_constructible
 from rotexp.quant.options import QuantConfig
+from rotexp.rotation.building import build_placed
 from rotexp.rotation.experts import RotatedExperts
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.model import Consumer, RotatedModel
 from rotexp.rotation.options import RotationConfig
-from rotexp.rotation.placement import BANK, place
+from rotexp.rotation.placement import BANK
 
 KEYS = ("r1", "r2", "r3", "r4")
 
@@ -88,8 +88,7 @@ def survey(checkpoint: StoredModel, rotation: RotationConfig, quant: QuantConfig
 
 
 def _place(checkpoint: StoredModel, rotation: RotationConfig, quant: QuantConfig, *, seed: int) -> RotatedModel:
-    network = build_model(checkpoint, dtype=torch.float32)
-    return place(network, find_spec(network), rotation, quant, seed=seed)
+    return build_placed(checkpoint, rotation, quant, dtype=torch.float32, seed=seed)
 
 
 def _report(checkpoint: StoredModel, rotation: RotationConfig, key: str, *, seed: int) -> RotationReport:

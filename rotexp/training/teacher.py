@@ -8,13 +8,9 @@ import torch
 from torch import Tensor
 
 from rotexp.config.schema import Config
-from rotexp.models.arch import find_spec
-from rotexp.models.load import build_model
 from rotexp.models.materialize import materialize
 from rotexp.models.stored_model import StoredModel
-from rotexp.rotation.bank import RotationBank
-from rotexp.rotation.mode import Mode
-from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.building import build_plain
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.guard import install
 from rotexp.sharding.options import ShardingConfig, Strategy
@@ -38,10 +34,9 @@ def load_teacher(
         ValueError: its weights cannot be read (any more), on all ranks alike if so on one.
     """
     sharding = frozen_sharding(config.sharding)
-    network = build_model(checkpoint, dtype=getattr(torch, config.model.dtype.name))
-    model = RotatedModel(network, find_spec(network), RotationBank(), Mode())
+    model = build_plain(checkpoint, dtype=getattr(torch, config.model.dtype.name))
     shard(
-        network,
+        model.network,
         sharding,
         units=model.units,
         ignored=set(),
@@ -49,9 +44,9 @@ def load_teacher(
         world_size=communication.world_size,
         ranks_per_node=ranks_per_node,
     )
-    install(network, config.sync_mode, name=teacher_name(checkpoint))
+    install(model.network, config.sync_mode, name=teacher_name(checkpoint))
     materialize(
-        network,
+        model.network,
         checkpoint,
         device=device,
         compute_dtype=precision_policy(sharding).param_dtype,

@@ -6,28 +6,27 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, OPTConfig
 
-from rotexp.models.arch import OPT, find_spec
-from rotexp.models.load import build_model, checkpoint_layers, open_checkpoint
+from rotexp.config.schema import Config
+from rotexp.models.arch import OPT
+from rotexp.models.load import checkpoint_layers, open_checkpoint
 from rotexp.models.materialize import materialize
 from rotexp.models.options import ModelConfig, ModelSource
 from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
-from rotexp.rotation.options import RotationConfig
-from rotexp.rotation.placement import place
+from rotexp.rotation.building import build_for_run
 from rotexp.training.objectives import CrossEntropy
+from rotexp.training.options import TrainConfig
 
 
 def gradients(*, checkpointed: bool) -> tuple[list[torch.Tensor], int]:
     """Return the rotations' gradients, and how often the first layer's MLP ran."""
     checkpoint = open_checkpoint(ModelConfig(name="random", source=ModelSource.random, size="nano"), seed=0)
-    network = build_model(checkpoint, dtype=torch.float32)
-    if checkpointed:
-        checkpoint_layers(network, find_spec(network))
     quant = QuantConfig("w4a4", weights=QuantSpec(4), activations=QuantSpec(4, symmetric=False))
-    model = place(network, find_spec(network), RotationConfig(name="learned"), quant, seed=0)
-    materialize(network, checkpoint, device=torch.device("cpu"), added=model.added)
+    config = Config(quant=quant, train=TrainConfig(gradient_checkpointing=checkpointed))
+    model = build_for_run(checkpoint, config, dtype=torch.float32)
+    materialize(model.network, checkpoint, device=torch.device("cpu"), added=model.added)
     runs: list[nn.Module] = []
-    network.get_submodule("model.layers.0.mlp").register_forward_pre_hook(lambda module, _: runs.append(module))
+    model.network.get_submodule("model.layers.0.mlp").register_forward_pre_hook(lambda module, _: runs.append(module))
     with model.mode.set(rotate=True, quantize=True):
         CrossEntropy()(model, torch.arange(16)[None]).backward()
     return [matrix.grad for matrix in model.bank.parameters() if matrix.grad is not None], len(runs)

@@ -11,11 +11,9 @@ from benchmarks import facts
 from benchmarks.trained_memory import MemoryRequest, table
 from rotexp.config.schema import Config
 from rotexp.metrics.static_memory import Bank, StaticBytes, Weight, predict, static_bytes
-from rotexp.models.arch import find_spec
-from rotexp.models.load import build_model, open_checkpoint
+from rotexp.models.load import open_checkpoint
+from rotexp.rotation.building import build_for_run
 from rotexp.rotation.model import RotatedModel
-from rotexp.rotation.placement import place
-from rotexp.rotation.trainable import train_also
 from rotexp.sharding.options import Strategy
 from rotexp.training.options import Trainable
 
@@ -25,10 +23,7 @@ WHOLE = Weight(rows=7, width=1, trained=True)
 
 def meta_model(config: Config) -> RotatedModel:
     checkpoint = open_checkpoint(config.model, seed=0)
-    network = build_model(checkpoint, dtype=getattr(torch, config.model.dtype.name))
-    model = place(network, find_spec(network), config.rotation, config.quant, seed=0)
-    train_also(model, config.train.params)
-    return model
+    return build_for_run(checkpoint, config, dtype=getattr(torch, config.model.dtype.name))
 
 
 def forecast(strategy: str, *, params: Trainable = Trainable.all, world_size: int = 2, rank: int = 0) -> StaticBytes:
