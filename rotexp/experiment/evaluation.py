@@ -159,7 +159,6 @@ def _evaluate(config: Config, run: FinishedRun | None, out: Path | None) -> int:
         device=device,
         ranks_per_node=None,
         known={},
-        log=lambda _figures: None,
     )
     if run is None:
         _measure_model(config, inputs, measurements, device)

@@ -40,8 +40,8 @@ class Measurements:
         device: torch.device,
         ranks_per_node: int | None,
         known: Mapping[str, Any],
-        log: Callable[[dict[str, float]], None],
-        say: Callable[[str], None] | None = None,
+        log: Callable[[dict[str, float]], None] = lambda _figures: None,
+        say: Callable[[str], None] = lambda _text: None,
     ) -> None:
         self.rows: dict[str, Any] = {"protocol": inputs.protocol, **known}
         self._config = config
@@ -77,17 +77,16 @@ class Measurements:
             with model.mode.set(rotate=True, quantize=True):
                 self._record("start", self._evaluate(model)[0])
 
-    def hadamard(self, model: RotatedModel) -> str | None:
-        """Measure the quantized model under random Hadamard rotations; return why not, if they do not exist."""
+    def hadamard(self, model: RotatedModel) -> None:
+        """Measure the quantized model under random Hadamard rotations; say why not, if they do not exist."""
         if "hadamard" in self.rows:
-            return None
+            return
         if missing := model.orders_without_hadamard():
-            return f"no random Hadamard row: order {missing[0]} has no Hadamard matrix"
-        if len(model.bank) or model.online:
+            self._say(f"no random Hadamard row: order {missing[0]} has no Hadamard matrix")
+        elif len(model.bank) or model.online:
             start = model.starts(RotationInit.hadamard, seed=self._config.seed)
             with model.bank.holding(start), model.mode.set(rotate=True, quantize=True):
                 self._record("hadamard", self._evaluate(model)[0])
-        return None
 
     def average(self, model: RotatedModel, ema: ShardedEMA) -> None:
         """Measure the model with the averages of what was trained."""
@@ -124,7 +123,7 @@ class Measurements:
                 ranks_per_node=self._ranks_per_node,
             )
             guard = installed()
-            if guard is not None and self._say is not None:
+            if guard is not None:
                 self._say(guard.line(teacher_name(self._inputs.checkpoint), self._config.sync_mode))
 
     def _evaluate(self, model: RotatedModel) -> tuple[Quality, Quality]:

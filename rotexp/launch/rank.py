@@ -19,7 +19,8 @@ from accelerate.utils import (
 )
 
 from rotexp.config.schema import Config
-from rotexp.experiment.experiment import Experiment
+from rotexp.experiment.context import open_context
+from rotexp.experiment.experiment import run_experiment
 from rotexp.experiment.inputs import Inputs
 from rotexp.process.signals import StopRequest, interruptible
 from rotexp.training.batches import accumulation_steps
@@ -50,7 +51,7 @@ def run_rank(
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         with interruptible(stop) as request:
-            Experiment(config, inputs, folder, accelerator=accelerator, stop=request).run()
+            run_experiment(open_context(config, inputs, folder, accelerator=accelerator, stop=request))
             with request.deferred():  # it is done: a signal comes too late to interrupt it
                 accelerator.wait_for_everyone()  # gloo aborts a rank whose peers leave while it is still leaving
     except Exception:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import rotexp
-from rotexp.experiment import experiment
+from rotexp.experiment import training_phase
 from rotexp.rotation.own_rows import division
 from rotexp.training import loop
 
@@ -74,7 +74,7 @@ def count_steps(cases: dict[str, list[str]], folder: str) -> dict[str, Any]:
 
 def _count(name: str, overrides: list[str], folder: str) -> dict[str, Any]:
     dispatched, seen, rows = Dispatched(), [], []
-    begin, row, train = loop.Meter.__init__, loop.Meter.row, experiment.train
+    begin, row, train = loop.Meter.__init__, loop.Meter.row, training_phase.train
 
     def watched_begin(meter: Any, *args: Any) -> None:
         begin(meter, *args)
@@ -92,7 +92,7 @@ def _count(name: str, overrides: list[str], folder: str) -> dict[str, Any]:
     with (
         mock.patch.object(loop.Meter, "__init__", watched_begin),
         mock.patch.object(loop.Meter, "row", watched_row),
-        mock.patch.object(experiment, "train", watched_train),
+        mock.patch.object(training_phase, "train", watched_train),
     ):
         run_experiments({name: overrides}, folder)
     return {

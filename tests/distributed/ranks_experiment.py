@@ -65,7 +65,8 @@ def _run(overrides: list[str], inputs: Any, folder: Path, *, threads: int) -> di
     from safetensors.torch import load_file
 
     from rotexp.experiment.beginning import Beginning
-    from rotexp.experiment.experiment import Experiment
+    from rotexp.experiment.context import open_context
+    from rotexp.experiment.experiment import run_experiment
     from rotexp.launch.rank import open_accelerator
     from rotexp.runfolder.checkpoint_folders import find_checkpoint
     from rotexp.training.state import TrainingState
@@ -78,19 +79,19 @@ def _run(overrides: list[str], inputs: Any, folder: Path, *, threads: int) -> di
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(rank)  # on purpose different: nothing may depend on it
     torch.set_num_threads(threads)
-    experiment = Experiment(config, inputs, folder, accelerator=accelerator)
+    context = open_context(config, inputs, folder, accelerator=accelerator)
     stepped: list[dict[str, Any]] = []
     with mock.patch.object(TrainingState, "advance", _recording(TrainingState.advance, stepped)):
-        experiment.run()
+        run_experiment(context)
     accelerator.wait_for_everyone()
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {
         "rows": [row for row in map(json.loads, lines) if "train/loss" in row],
         "rotations": {name: matrix.numpy() for name, matrix in load_file(folder / "rotations.safetensors").items()},
         "stepped": stepped,
-        "summary": json.loads(json.dumps(experiment.summary)),
+        "summary": json.loads(json.dumps(context.record.summary)),
         "threads": torch.get_num_threads(),
-        "divergence": experiment.summary["replica"]["max_abs_diff"],
+        "divergence": context.record.summary["replica"]["max_abs_diff"],
     }
 
 

@@ -52,8 +52,9 @@ def _run(job: Job, inputs: Any, folder: Path) -> dict[str, Any]:
     import torch
     from rich.console import Console
 
+    from rotexp.experiment import context as contexts
     from rotexp.experiment.beginning import Beginning
-    from rotexp.experiment.experiment import Experiment
+    from rotexp.experiment.experiment import run_experiment
     from rotexp.launch.rank import open_accelerator
     from rotexp.training.saved_state import Checkpoints
 
@@ -65,18 +66,19 @@ def _run(job: Job, inputs: Any, folder: Path) -> dict[str, Any]:
         inputs = replace(inputs, beginning=Beginning(Path(job.checkpoint)))
     seen: dict[str, Any] = {"blocks": [], "drawn": {}, "loaded": None, "error": None}
     with mock.patch.object(Checkpoints, "save", _drawing(Checkpoints.save, seen)), _recorded_blocks(seen["blocks"]):
-        experiment = Experiment(config, inputs, folder, accelerator=accelerator)
-        experiment.console = Console(file=StringIO(), width=1000)
-        experiment.resumed.load = _gathering(experiment.resumed.load, seen)  # type: ignore[method-assign]
+        output = StringIO()
+        with mock.patch.object(contexts, "Console", return_value=Console(file=output, width=1000)):
+            context = contexts.open_context(config, inputs, folder, accelerator=accelerator)
+        taken_over = context.taken_over
+        taken_over.load = _gathering(taken_over.load, seen)  # type: ignore[method-assign]
         faulty = _fault(job.fault, rank=accelerator.process_index)
         with faulty, _drawing_loss() if job.draws else nullcontext():
             try:
-                experiment.run()
+                run_experiment(context)
             except Exception as error:
                 seen["error"] = str(error)
     accelerator.wait_for_everyone()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    output: Any = experiment.console.file
     return seen | {"output": output.getvalue()}
 
 

@@ -7,6 +7,7 @@ import time
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from ranks_experiment import compose
@@ -16,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.trained_memory import LOOKS, PAUSE_SECONDS
-from rotexp.experiment.experiment import Experiment
+from rotexp.experiment import experiment, training_phase
+from rotexp.experiment.context import Context, Record, open_context
 from rotexp.experiment.inputs import open_inputs
 from rotexp.launch.rank import open_accelerator
 
@@ -64,40 +66,44 @@ class LiveTensors(TorchDispatchMode):
         self.now -= size
 
 
-class Watched(Experiment):
-    """An experiment whose training is watched from its first tensor to its last.
+FIND_UTILIZATION, TRAIN_MODEL = training_phase.find_utilization, experiment.train_model
+
+
+def with_a_peak(context: Context, model: Any) -> Any:
+    """Return the utilization that a run finds, with a peak."""
+    found = FIND_UTILIZATION(context, model)
+    assert found.peak is None
+    return dataclasses.replace(found, peak=PEAK)
+
+
+class Watch:
+    """Watches the training of one run from its first tensor to its last.
 
     Attributes:
         found: what it fed to the network, the peak of live bytes, and after each step what was live and counted.
     """
 
-    def find_utilization(self, model: Any) -> Any:
-        """Return what a run finds, and a peak."""
-        found = super().find_utilization(model)
-        assert found.peak is None
-        return dataclasses.replace(found, peak=PEAK)
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {"token_ids": [], "steps": []}
 
-    def train(self, model: Any) -> Any:
+    def train_model(self, context: Context, model: Any, sharded: Any) -> Any:
         """Train, and keep what was found."""
         live, flops = LiveTensors(), FlopCounterMode(display=False)
-        self.found: dict[str, Any] = {"token_ids": [], "steps": []}
-        log = self.log
+        log = Record.log
 
         def note(_network: nn.Module, arguments: tuple[Tensor, ...], _named: Any) -> None:
             self.found["token_ids"].append(arguments[0].tolist())
 
-        def log_watched(row: dict[str, float]) -> None:
+        def log_watched(record: Record, row: dict[str, float]) -> None:
             self.found["steps"].append({"live": live.settled(), "flops": flops.get_total_flops(), **row})
-            log(row)
+            log(record, row)
 
         watch = model.network.register_forward_pre_hook(note, with_kwargs=True)
-        self.log = log_watched  # type: ignore[method-assign]
-        with flops, live:
-            state = super().train(model)
-        self.log = log  # type: ignore[method-assign]
+        with mock.patch.object(Record, "log", log_watched), flops, live:
+            trained = TRAIN_MODEL(context, model, sharded)
         watch.remove()
         self.found["peak"] = live.peak
-        return state
+        return trained
 
 
 def train_watched(cases: dict[str, list[str]], folder: str) -> dict[str, Any]:
@@ -111,7 +117,11 @@ def _train(overrides: list[str], inputs: Any, folder: Path) -> dict[str, Any]:
     accelerator = open_accelerator(config)
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(config.seed)
-    experiment = Watched(config, inputs, folder, accelerator=accelerator)
-    experiment.run()
+    context, watch = open_context(config, inputs, folder, accelerator=accelerator), Watch()
+    with (
+        mock.patch.object(training_phase, "find_utilization", with_a_peak),
+        mock.patch.object(experiment, "train_model", watch.train_model),
+    ):
+        experiment.run_experiment(context)
     accelerator.wait_for_everyone()
-    return {**experiment.found, "summary": experiment.summary}
+    return {**watch.found, "summary": context.record.summary}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rotexp.config.schema import Config
 from rotexp.data.options import DataConfig
-from rotexp.experiment.experiment import Experiment
+from rotexp.experiment.training_phase import find_utilization
 from rotexp.metrics.flops import Utilization, model_flops_per_token, peak_flops
 from rotexp.models.options import ModelConfig, ModelDtype, ModelSource
 from rotexp.training.options import Trainable, TrainConfig
@@ -105,40 +106,37 @@ def test_a_device_at_its_peak_is_utilized_whole() -> None:
 
 @pytest.fixture
 def warned() -> list[str]:
-    """What an experiment told people."""
+    """What a run told people."""
     return []
 
 
 @pytest.fixture
-def experiment(warned: list[str]) -> Experiment:
-    """An experiment on an accelerator that there need not be."""
-    made = Experiment.__new__(Experiment)
-    made.device = CUDA
-    made.config = Config(
+def context(warned: list[str]) -> Any:
+    """What is looked at of a run, on an accelerator that there need not be."""
+    config = Config(
         model=ModelConfig("small", ModelSource.hf, dtype=ModelDtype.bfloat16),
         data=DataConfig("text", sequence_length=TOKENS),
         train=TrainConfig(params=Trainable.all),
     )
-    made.warn = warned.append  # type: ignore[method-assign]
-    return made
+    return SimpleNamespace(device=CUDA, config=config, messages=SimpleNamespace(warn=warned.append))
 
 
-def test_a_run_knows_its_device(experiment: Experiment, warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_knows_its_device(context: Any, warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     name_the_device(monkeypatch, H100)
     model = rotated(make_source("llama"))
     flops = model_flops_per_token(model, tokens=TOKENS, weights_trained=True)
-    assert experiment.find_utilization(model) == Utilization(flops, 989.5e12)
-    experiment.config = dataclasses.replace(experiment.config, train=TrainConfig(params=Trainable.rotations_and_norms))
+    assert find_utilization(context, model) == Utilization(flops, 989.5e12)
+    context.config = dataclasses.replace(context.config, train=TrainConfig(params=Trainable.rotations_and_norms))
     frozen = model_flops_per_token(model, tokens=TOKENS, weights_trained=False)
-    assert experiment.find_utilization(model) == Utilization(frozen, 989.5e12)
+    assert find_utilization(context, model) == Utilization(frozen, 989.5e12)
     assert warned == []
 
 
 def test_a_run_names_a_device_that_it_does_not_know(
-    experiment: Experiment, warned: list[str], monkeypatch: pytest.MonkeyPatch
+    context: Any, warned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name_the_device(monkeypatch, "NVIDIA Unheard 9000")
-    assert experiment.find_utilization(rotated(make_source("llama"))).peak is None
+    assert find_utilization(context, rotated(make_source("llama"))).peak is None
     (line,) = warned
     assert "throughput/mfu_pct" in line
     assert "NVIDIA Unheard 9000 in torch.bfloat16" in line
