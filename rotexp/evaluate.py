@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rotexp.config.explanations import Vocabulary
-from rotexp.experiment.evaluation import evaluate
+from rotexp.experiment.evaluation_request import evaluate
 from rotexp.experiment.options import EvaluateConfig
 from rotexp.launch.command_line import run_command
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rotexp.config.explanations import Vocabulary
-from rotexp.experiment.exporting import export
+from rotexp.experiment.export_request import export
 from rotexp.experiment.options import ExportConfig
 from rotexp.launch.command_line import run_command
 

@@ -1,4 +1,4 @@
-"""What a run takes over from the checkpoint it begins at."""
+"""What a run takes over from the checkpoint at which it begins."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ MAY_DIFFER = (*RECORDING, "launch.", "profile")
 
 
 class TakenOver:
-    """A run's beginning: at the first step, or at a checkpoint.
+    """What a run takes over: of its own checkpoint everything, of another run's what was trained, or nothing.
 
     Attributes:
-        step: the step it begins after.
+        beginning: the checkpoint, if there is one.
+        step: the step after which the run begins.
         run_id: the W&B run that goes on, if it is the run's own checkpoint.
         evaluation: figures of the untrained model that need not be measured again.
         phases: seconds and memory of the run's phases so far.

@@ -1,4 +1,4 @@
-"""The arguments of the small commands: wrong ones are answered by one line and exit code 2."""
+"""The arguments of the small commands, of which wrong ones are answered by one line and exit code 2; what they say."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ def refuse(reason: object) -> int:
     """Say in one line what was wrong with the request, and return the exit code."""
     sys.stderr.write(f"rotexp: {' '.join(str(reason).split())}\n")
     return WRONG_REQUEST
+
+
+def say(line: str) -> None:
+    """Tell people something on standard output."""
+    sys.stdout.write(f"{line}\n")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rotexp.models.arch import decoder_layers
 from rotexp.rotation.model import RotatedModel
@@ -23,6 +23,14 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 Rounding of folded and merged weights takes 1.6e-2 of bfloat16 and 2.7e-3 of float16 (the families' test models,
 SmolLM2-135M), so that a fault is only seen there if it changes most tokens by more than some percent.
 """
+
+
+def proof_tokens(network: nn.Module) -> Tensor:
+    """Draw the token ids of a proof that has no text: (1, tokens), the same for every model of that vocabulary."""
+    causal: Any = network
+    weight = causal.get_input_embeddings().weight
+    drawn = torch.randint(weight.shape[0], (1, PROOF_TOKENS), generator=torch.Generator().manual_seed(0))
+    return drawn.to(weight.device)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from run_train import Run, run_train
 from safetensors.torch import load_file
 
-from rotexp.experiment.rebuild import merge_rebuilt, rebuild
+from rotexp.experiment.finished_model import build_finished, merge_finished
 from rotexp.export import main
 from rotexp.orthogonal.hadamard import hadamard
 from rotexp.rotation.file import load_rotations, save_rotations
@@ -122,8 +122,8 @@ def test_an_export_says_where_it_is_and_how_to_load_it(exported: Export, done: R
 def test_plain_transformers_computes_the_same_in_a_fresh_process(
     exported: Export, done: Run, checkpoint: Path, tmp_path: Path
 ) -> None:
-    rebuilt = rebuild(read_finished_run(done.folder))
-    merge_rebuilt(rebuilt)
+    rebuilt = build_finished(read_finished_run(done.folder))
+    merge_finished(rebuilt)
     with torch.no_grad(), rebuilt.model.mode.set(rotate=True, quantize=False):
         torch.save(rebuilt.model.logits(TOKENS), tmp_path / "merged.pt")
     to_source, to_merged = distances(exported.folder, checkpoint, tmp_path / "merged.pt")
@@ -235,7 +235,7 @@ def test_r_bin_holds_the_runs_rotations_bit_for_bit(done: Run, done_r4: Run, tmp
 
 
 def test_a_runs_rotations_load_into_the_same_model_again(done: Run) -> None:
-    rebuilt = rebuild(read_finished_run(done.folder))
+    rebuilt = build_finished(read_finished_run(done.folder))
     held = rebuilt.model.bank.snapshot()
     assert held.keys() == done.rotations.keys()
     assert all(torch.equal(held[name], matrix) for name, matrix in done.rotations.items())

@@ -161,7 +161,7 @@ def test_only_the_entry_and_the_command_line_know_hydra() -> None:
         "rotexp.config.explanations",
         "rotexp.sweep.planner",
     }
-    requests = {"rotexp.inspect", "rotexp.experiment.evaluation", "rotexp.experiment.exporting"}
+    requests = {"rotexp.inspect", "rotexp.experiment.evaluation_request", "rotexp.experiment.export_request"}
     reading = {"rotexp.config.own_parts", "rotexp.config.composition", "rotexp.runfolder.finished_run"}
     assert users_of("hydra") == command_line
     assert users_of("omegaconf") <= command_line | requests | reading

@@ -11,8 +11,8 @@ from rotexp.experiment.exporting import _check_requirements
 from rotexp.experiment.options import ExportOptions
 
 
-def rebuilt(**must_run: Any) -> Any:
-    """Return a rebuilt run of which only what decides about an export is there."""
+def finished(**must_run: Any) -> Any:
+    """Return the model of a finished run, of which only what decides about an export is there."""
     return SimpleNamespace(
         checkpoint=SimpleNamespace(config=SimpleNamespace(model_type="stablelm")),
         model=SimpleNamespace(added=set()),
@@ -24,6 +24,6 @@ def rebuilt(**must_run: Any) -> Any:
 def test_norms_of_another_kind_are_refused_with_the_model_s_type() -> None:
     needed = r"^export\.online=false: the merged model needs 2 norms of model_type=stablelm as RMSNorm at run time"
     with pytest.raises(ValueError, match=needed):
-        _check_requirements(rebuilt(rms_norms=["norm", "layers.0.norm"]), ExportOptions(path="model"))
-    _check_requirements(rebuilt(rms_norms=["norm"]), ExportOptions(path="model", online=True))
-    _check_requirements(rebuilt(), ExportOptions(path="model"))
+        _check_requirements(finished(rms_norms=["norm", "layers.0.norm"]), ExportOptions(path="model"))
+    _check_requirements(finished(rms_norms=["norm"]), ExportOptions(path="model", online=True))
+    _check_requirements(finished(), ExportOptions(path="model"))

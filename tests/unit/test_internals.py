@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from rotexp.config.schema import Config
 from rotexp.experiment import inputs
-from rotexp.experiment.evaluation import AS_IT_COMES
+from rotexp.experiment.evaluation_request import AS_IT_COMES
 from rotexp.launch.start import check_machine, start
 from rotexp.sharding.fsdp_internals import ALLOWED_TORCH, DIVISION, GUARD, Internals
 from rotexp.sharding.guard import install, installed

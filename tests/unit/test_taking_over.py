@@ -42,12 +42,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def resumed(path: Path, config: Config, **protocol: int) -> TakenOver:
+def taken_over(path: Path, config: Config, **protocol: int) -> TakenOver:
     return TakenOver(Beginning(path, own=True), config, protocol=PROTOCOL | protocol)
 
 
 def test_measuring_more_often_changes_neither_the_rows_nor_the_best(path: Path) -> None:
-    found = resumed(path, replace(CONFIG, evaluation=EvaluationConfig(every=2)))
+    found = taken_over(path, replace(CONFIG, evaluation=EvaluationConfig(every=2)))
     assert found.evaluation["quantized"] == {"perplexity": 2.0}
     assert found._compares_with_best()
 
@@ -60,10 +60,10 @@ def test_measuring_more_often_changes_neither_the_rows_nor_the_best(path: Path) 
     ],
 )
 def test_a_loss_of_another_quantizer_or_objective_says_nothing_about_the_best(path: Path, changed: Any) -> None:
-    assert not resumed(path, replace(CONFIG, **changed))._compares_with_best()
+    assert not taken_over(path, replace(CONFIG, **changed))._compares_with_best()
 
 
 def test_other_windows_are_measured_anew(path: Path) -> None:
-    found = resumed(path, CONFIG, windows=5)
+    found = taken_over(path, CONFIG, windows=5)
     assert found.evaluation == {}
     assert not found._compares_with_best()

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rotexp.config.schema import Config
-from rotexp.experiment.rebuild import merge_rebuilt, rebuild
+from rotexp.experiment.finished_model import build_finished, merge_finished
 from rotexp.models.options import ModelConfig, ModelSource
 from rotexp.quant.fake import search_clip_ratios
 from rotexp.quant.options import QuantConfig
@@ -366,8 +366,8 @@ def test_a_finished_run_is_rebuilt_with_what_it_trained(tmp_path: Path, params: 
     start_scales(trained)
     move(trained)
     saved(trained, tmp_path / "weights.safetensors")
-    rebuilt = rebuild(run)
-    assert merge_rebuilt(rebuilt) <= 1e-5
+    rebuilt = build_finished(run)
+    assert merge_finished(rebuilt) <= 1e-5
     assert not any(parameter.requires_grad for parameter in rebuilt.model.network.parameters())
     expected = logits(trained, make_token_ids())
     assert relative_error(expected, logits(rebuilt.model, make_token_ids())) <= 1e-5
@@ -379,9 +379,9 @@ def test_a_finished_run_is_rebuilt_with_what_it_trained(tmp_path: Path, params: 
 
 
 def test_a_run_of_no_steps_has_trained_nothing(tmp_path: Path) -> None:
-    rebuilt = rebuild(finished(tmp_path, Trainable.all, steps=0))
+    rebuilt = build_finished(finished(tmp_path, Trainable.all, steps=0))
     assert rebuilt.trained is None
-    assert merge_rebuilt(rebuilt) <= 1e-5
+    assert merge_finished(rebuilt) <= 1e-5
     expected = make_source(NAME)(make_token_ids()).logits
     assert relative_error(expected, logits(rebuilt.model, make_token_ids())) <= 1e-5
 
@@ -389,10 +389,10 @@ def test_a_run_of_no_steps_has_trained_nothing(tmp_path: Path) -> None:
 def test_a_run_whose_trained_weights_are_gone_or_others_is_refused(tmp_path: Path) -> None:
     run = finished(tmp_path, Trainable.rotations_and_norms)
     with pytest.raises(ValueError, match=r"run=.*: weights\.safetensors is missing, and it trained rotations_and_norm"):
-        rebuild(run)
+        build_finished(run)
     saved(make(NAME, Trainable.all), tmp_path / "weights.safetensors")
     with pytest.raises(ValueError, match=r"weights\.safetensors: lm_head\.weight is not trained here; .* and 24 more"):
-        rebuild(run)
+        build_finished(run)
 
 
 NORM = "model.norm.weight"

@@ -1,4 +1,4 @@
-"""Build a finished run's model again: rotations placed and read, invariance proved, merged."""
+"""The model that a finished run ended with: rotations placed and read, invariance proved, merged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rotexp.models.load import open_checkpoint
 from rotexp.models.materialize import materialize
@@ -16,7 +16,7 @@ from rotexp.models.stored_model import StoredModel
 from rotexp.orthogonal.hadamard import HadamardTransform
 from rotexp.rotation.building import build_for_run
 from rotexp.rotation.file import LoadedRotations, assign_rotations, load_rotations
-from rotexp.rotation.invariance import PROOF_TOKENS, check_invariance, check_merged, trace
+from rotexp.rotation.invariance import check_invariance, check_merged, proof_tokens, trace
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.trainable import check_trained, load_trained
@@ -25,8 +25,8 @@ from rotexp.runfolder.layout import WEIGHTS_FILE
 
 
 @dataclass(frozen=True)
-class Rebuilt:
-    """A run's model before it is merged, in float32, its weights not read yet.
+class FinishedModel:
+    """A finished run's model before it is merged, in float32, its weights not read yet.
 
     Attributes:
         checkpoint: its source.
@@ -43,7 +43,7 @@ class Rebuilt:
     trained: Path | None = None
 
 
-def rebuild(run: FinishedRun) -> Rebuilt:
+def build_finished(run: FinishedRun) -> FinishedModel:
     """Build the model a run ended with, without its weights.
 
     Raises:
@@ -57,7 +57,7 @@ def rebuild(run: FinishedRun) -> Rebuilt:
     assign_rotations(
         model.bank, loaded, model=checkpoint.identity, placements=model.placements, online=model.online, key="run"
     )
-    return Rebuilt(checkpoint, model, loaded, requirements(model), _trained(model, run))
+    return FinishedModel(checkpoint, model, loaded, requirements(model), _trained(model, run))
 
 
 def _trained(model: RotatedModel, run: FinishedRun) -> Path | None:
@@ -72,7 +72,7 @@ def _trained(model: RotatedModel, run: FinishedRun) -> Path | None:
     return path
 
 
-def merge_rebuilt(rebuilt: Rebuilt) -> float:
+def merge_finished(finished: FinishedModel) -> float:
     """Read the weights, merge the rotations into them, and prove that the float model is what it was.
 
     What was trained beside rotations is read once the rotated source is proved, and the merge is proved against it.
@@ -84,26 +84,19 @@ def merge_rebuilt(rebuilt: Rebuilt) -> float:
     Raises:
         ArithmeticError: it, or that of the rotated model before the merge, exceeds the limit.
     """
-    model = rebuilt.model
-    materialize(model.network, rebuilt.checkpoint, device=torch.device("cpu"), added=model.added)
-    token_ids = _proof_tokens(model.network)
+    model = finished.model
+    materialize(model.network, finished.checkpoint, device=torch.device("cpu"), added=model.added)
+    token_ids = proof_tokens(model.network)
     original = trace(model, token_ids, rotate=False)
     prepare(model)
     rotated = trace(model, token_ids, rotate=True)
     check_invariance(original, rotated, layers=model.spec.layers, dtype=torch.float32)
-    if rebuilt.trained is not None:
-        load_trained(model, rebuilt.trained)
+    if finished.trained is not None:
+        load_trained(model, finished.trained)
         original = trace(model, token_ids, rotate=True)
     model.network.requires_grad_(False)
     merge(model)
     return check_merged(original, model, token_ids, dtype=torch.float32)
-
-
-def _proof_tokens(network: nn.Module) -> Tensor:
-    """Draw token_ids: (1, tokens)."""
-    causal: Any = network
-    vocabulary = causal.get_input_embeddings().weight.shape[0]
-    return torch.randint(vocabulary, (1, PROOF_TOKENS), generator=torch.Generator().manual_seed(0))
 
 
 def requirements(model: RotatedModel) -> dict[str, Any]:
