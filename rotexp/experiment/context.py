@@ -135,15 +135,16 @@ def open_context(
     Raises:
         ValueError: the checkpoint at which it begins is not that of a run.
     """
-    communication = Communication(
-        rank=accelerator.process_index, world_size=accelerator.num_processes, device=accelerator.device
-    )
+    device, rank = accelerator.device, accelerator.process_index
+    communication = Communication(rank=rank, world_size=accelerator.num_processes, device=device)
     ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     console = Console(quiet=not accelerator.is_main_process)
     messages = Messages(console)
     taken_over = TakenOver(inputs.beginning, config, protocol=inputs.protocol)
-    record = _open_record(config, folder, taken_over, rank=accelerator.process_index)
+    record = _open_record(config, folder, taken_over, rank=rank)
     progress = TrainingProgress(console, steps=config.train.steps, done=taken_over.step, phases=PHASES)
+    common: dict[str, Any] = {"communication": communication, "device": device, "log": record.log}
+    known = taken_over.evaluation
     return Context(
         config=config,
         inputs=inputs,
@@ -156,22 +157,9 @@ def open_context(
         messages=messages,
         progress=progress,
         record=record,
-        phases=Phases(
-            device=accelerator.device,
-            communication=communication,
-            log=record.log,
-            begin=progress.phase,
-            before=taken_over.phases,
-        ),
+        phases=Phases(**common, begin=progress.phase, before=taken_over.phases),
         measurements=Measurements(
-            config,
-            inputs,
-            communication=communication,
-            device=accelerator.device,
-            ranks_per_node=ranks_per_node,
-            known=taken_over.evaluation,
-            log=record.log,
-            say=messages.say,
+            config, inputs, **common, ranks_per_node=ranks_per_node, known=known, say=messages.say
         ),
     )
 

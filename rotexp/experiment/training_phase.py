@@ -21,7 +21,7 @@ from rotexp.runfolder.records import finite
 from rotexp.tracking.console import profile_table
 from rotexp.tracking.summary import versions
 from rotexp.training.coordinator import Coordinator
-from rotexp.training.loop import train
+from rotexp.training.loop import Hooks, train
 from rotexp.training.options import Trainable, TrainConfig
 from rotexp.training.saved_state import Checkpoints
 from rotexp.training.state import TrainingState
@@ -115,12 +115,14 @@ def _train(context: Context, state: TrainingState, sharded: Sharded) -> Utilizat
             accelerator=context.accelerator,
             communication=context.communication,
             teacher=context.measurements.teacher,
-            log=partial(_log, context),
-            save=partial(_save, context, state, sharded, checkpoints),
-            held_out_loss=partial(context.measurements.held_out_loss, model),
-            stop=context.stop,
+            hooks=Hooks(
+                log=partial(_log, context),
+                save=partial(_save, context, state, sharded, checkpoints),
+                held_out_loss=partial(context.measurements.held_out_loss, model),
+                stop=context.stop,
+                profiler=profiler,
+            ),
             guard=sharded.guard,
-            profiler=profiler,
             utilization=utilization,
         )
     if profiler is not None:

@@ -1,4 +1,4 @@
-"""The training loop: batch, forward, backward, consolidate, clip, step, log."""
+"""The training loop: batch, forward, backward, consolidate, clip, step, retract, log."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import logging
 import math
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from rotexp.config.schema import Config
 from rotexp.config.targets import build
@@ -17,14 +19,14 @@ from rotexp.metrics.flops import Utilization
 from rotexp.metrics.profiler import StepProfiler, part
 from rotexp.process.signals import Interrupted, StopRequest
 from rotexp.rotation.model import RotatedModel
-from rotexp.rotation.own_rows.division import dividing, may_divide
+from rotexp.rotation.own_rows.division import Division, dividing, may_divide
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.guard import UnshardGuard
 from rotexp.sharding.replicas import Divergence
 from rotexp.training.batches import load_batches
 from rotexp.training.coordinator import Coordinator, Norms
 from rotexp.training.meter import Meter
-from rotexp.training.objectives import Teacher
+from rotexp.training.objectives import Objective, Teacher
 from rotexp.training.options import OnNonfinite, Trainable
 from rotexp.training.state import TrainingState
 
@@ -32,6 +34,25 @@ LOGGER = logging.getLogger(__name__)
 
 Log = Callable[[int, dict[str, float]], None]
 """Takes a step, counted from 1, and its metrics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What a run does between the steps of its training.
+
+    Attributes:
+        log: takes the metrics of a step.
+        save: writes a checkpoint of the state.
+        held_out_loss: measures what is trained, as it is, on windows that are not trained on.
+        stop: asks for a checkpoint and the end.
+        profiler: is told when a step has ended.
+    """
+
+    log: Log
+    save: Callable[[], None]
+    held_out_loss: Callable[[], float]
+    stop: StopRequest
+    profiler: StepProfiler | None = None
 
 
 def train(
@@ -42,54 +63,65 @@ def train(
     accelerator: Accelerator,
     communication: Communication,
     teacher: Teacher | None,
-    log: Log,
-    save: Callable[[], None],
-    held_out_loss: Callable[[], float],
-    stop: StopRequest,
+    hooks: Hooks,
     guard: UnshardGuard | None = None,
-    profiler: StepProfiler | None = None,
     utilization: Utilization | None = None,
 ) -> None:
     """Train on token blocks (blocks, tokens) from the state's step on, and project the rotations onto their group.
-
-    Args:
-        save: writes a checkpoint of the state.
-        held_out_loss: measures what is trained, as it is, on windows that are not trained on.
-        stop: asks for a checkpoint and the end.
 
     Raises:
         FloatingPointError: a loss or gradient is not finite, and `train.on_nonfinite` is stop; all ranks raise alike.
         Interrupted: a signal ended the run, and the state was saved.
     """
-    model, result = state.model, state.result
-    if state.step == 0:  # later it is the checkpoint that says which clip ratios are in use
-        model.refresh_quantizers()  # what was searched until now belongs to other rotations
+    model = state.model
     coordinator = Coordinator(
         model.network, communication, master=state.master, optimizers=state.optimizers, ema=state.ema
     )
-    if coordinator.settle(coordinator.divergence(frozen=True), config.metrics.on_divergence, step=state.step):
-        model.refresh_quantizers()
-    objective = build(config.objective)
+    _start(state, coordinator, config)
+    objective: Objective = build(config.objective)
     meter = Meter(state, config, coordinator, guard, utilization)
-
-    def judged() -> dict[str, float]:
-        with meter.paused():
-            loss = held_out_loss()
-            state.judge(loss)
-        return {"eval/loss": loss}
-
     frozen = may_divide(config, distills=objective.distills)
     divided = dividing(model, config.sharding, communication=communication, frozen=frozen)
-    with model.mode.set(rotate=True, quantize=True), stop.deferred(), divided as division:
+    with model.mode.set(rotate=True, quantize=True), hooks.stop.deferred(), divided as division:
+        _Loop(state, config, accelerator, coordinator, division, objective, teacher, meter, hooks).run(blocks)
+        _conclude(state, coordinator, config, earlier=meter.divergence)
+    state.result.seconds = meter.seconds
+    if hooks.stop.signal is not None:  # it came after the last step, which is saved
+        raise Interrupted(hooks.stop.signal)
+
+
+def _start(state: TrainingState, coordinator: Coordinator, config: Config) -> None:
+    """Forget what was searched for other rotations or weights than those that training starts with."""
+    if state.step == 0:  # later it is the checkpoint that says which clip ratios are in use
+        state.model.refresh_quantizers()  # what was searched until now belongs to other rotations
+    if coordinator.settle(coordinator.divergence(frozen=True), config.metrics.on_divergence, step=state.step):
+        state.model.refresh_quantizers()
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """What the steps of a training share."""
+
+    state: TrainingState
+    config: Config
+    accelerator: Accelerator
+    coordinator: Coordinator
+    division: Division
+    objective: Objective
+    teacher: Teacher | None
+    meter: Meter
+    hooks: Hooks
+
+    def run(self, blocks: TokenBlocks) -> None:
+        """Make the steps that are left: batch, forward, backward, consolidate, clip, step with retraction, log."""
+        state, config, accelerator = self.state, self.config, self.accelerator
         if state.step == 0 and config.evaluation.every is not None:
-            held_out = judged()
-            with meter.paused():
-                log(0, held_out)
+            self._log_start()
         share = torch.zeros((), device=accelerator.device)
-        for token_ids in meter.timed(load_batches(blocks, config, accelerator, first_step=state.step)):
+        for token_ids in self.meter.timed(load_batches(blocks, config, accelerator, first_step=state.step)):
             with accelerator.accumulate():
                 with part("forward"):
-                    loss = objective(model, token_ids, teacher=teacher)
+                    loss = self.objective(state.model, token_ids, teacher=self.teacher)
                 with part("backward"):
                     accelerator.backward(loss)
                 share += loss.detach() / accelerator.gradient_accumulation_steps
@@ -97,36 +129,61 @@ def train(
                 state.accumulate()
                 continue
             with part("consolidate"):
-                division.collect()
-                numbers = torch.stack([share, torch.full_like(share, float(stop.signal is not None))])
-                mean_loss, stopping = coordinator.consolidate(numbers).tolist()
-            with communication.equal_threads():
+                mean_loss, stopping = self._consolidate(share)
+            with self.coordinator.communication.equal_threads():
                 with part("clip"):
-                    length = config.optimizer.uses_gradient_length
-                    norms = coordinator.clip(config.train.max_grad_norm, with_rotations=length)
+                    norms = self._clip()
                 with part("optimizer"):
                     rates = state.optimizers.learning_rates()
-                    _advance(state, coordinator, config, loss=mean_loss, norms=norms)
+                    _advance(state, self.coordinator, config, loss=mean_loss, norms=norms)
             share = torch.zeros_like(share)
-            result.seconds = meter.seconds
-            _refresh(model, config, state.step)
-            judging = not stopping and _is_due(state.step, config.evaluation.every, config)
-            held_out = judged() if judging else {}  # to save comes first where time is short
-            with part("metrics"):
-                row = meter.row(state.step, loss=mean_loss, norms=norms) | rates | held_out
-                if held_out or _is_due(state.step, config.train.log_every, config):
-                    log(state.step, row)
-            if profiler is not None:
-                profiler.step()
-            if stopping or _is_due(state.step, config.train.checkpoint_every or config.train.steps, config):
-                division.publish_clip_ratios()
-                save()
-            if stopping:
-                raise Interrupted(stop.signal or signal.SIGTERM)
-        _conclude(state, coordinator, config, earlier=meter.divergence)
-    result.seconds = meter.seconds
-    if stop.signal is not None:  # it came after the last step, which is saved
-        raise Interrupted(stop.signal)
+            self._end_step(mean_loss, norms, rates, stopping=stopping)
+
+    def _consolidate(self, share: Tensor) -> tuple[float, bool]:
+        """Average gradients over all ranks; return the mean loss, and whether any rank was told to stop."""
+        self.division.collect()
+        numbers = torch.stack([share, torch.full_like(share, float(self.hooks.stop.signal is not None))])
+        mean_loss, stopping = self.coordinator.consolidate(numbers).tolist()
+        return mean_loss, bool(stopping)
+
+    def _clip(self) -> Norms:
+        length = self.config.optimizer.uses_gradient_length
+        return self.coordinator.clip(self.config.train.max_grad_norm, with_rotations=length)
+
+    def _end_step(self, loss: float, norms: Norms, rates: dict[str, float], *, stopping: bool) -> None:
+        """Measure, log and save what is due after a step that was made or skipped.
+
+        Raises:
+            Interrupted: a rank was told to stop; the state was saved.
+        """
+        state, config = self.state, self.config
+        state.result.seconds = self.meter.seconds
+        _refresh(state.model, config, state.step)
+        judging = not stopping and _is_due(state.step, config.evaluation.every, config)
+        held_out = self._judge() if judging else {}  # to save comes first where time is short
+        with part("metrics"):
+            row = self.meter.row(state.step, loss=loss, norms=norms) | rates | held_out
+            if held_out or _is_due(state.step, config.train.log_every, config):
+                self.hooks.log(state.step, row)
+        if self.hooks.profiler is not None:
+            self.hooks.profiler.step()
+        if stopping or _is_due(state.step, config.train.checkpoint_every or config.train.steps, config):
+            self.division.publish_clip_ratios()
+            self.hooks.save()
+        if stopping:
+            raise Interrupted(self.hooks.stop.signal or signal.SIGTERM)
+
+    def _judge(self) -> dict[str, float]:
+        """Measure what is trained, as it is, on held-out windows, and keep it if it is the best so far."""
+        with self.meter.paused():
+            loss = self.hooks.held_out_loss()
+            self.state.judge(loss)
+        return {"eval/loss": loss}
+
+    def _log_start(self) -> None:
+        held_out = self._judge()
+        with self.meter.paused():
+            self.hooks.log(0, held_out)
 
 
 def _conclude(state: TrainingState, coordinator: Coordinator, config: Config, *, earlier: Divergence) -> None:

@@ -24,7 +24,7 @@ from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.rotation.trainable import train_also
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.options import ShardingConfig, Strategy
-from rotexp.training.loop import train
+from rotexp.training.loop import Hooks, train
 from rotexp.training.options import Trainable, TrainConfig
 from rotexp.training.state import TrainingState
 
@@ -98,10 +98,12 @@ def trained_rows(model: Any, config: Config, blocks: Any, **given: Any) -> list[
         accelerator=Accelerator(cpu=True),
         communication=communication,
         teacher=None,
-        log=lambda _step, row: rows.append(row),
-        save=lambda: None,
-        held_out_loss=lambda: 0.0,
-        stop=StopRequest(),
+        hooks=Hooks(
+            log=lambda _step, row: rows.append(row),
+            save=lambda: None,
+            held_out_loss=lambda: 0.0,
+            stop=StopRequest(),
+        ),
         **given,
     )
     return rows
