@@ -60,7 +60,10 @@ def test_the_wheel_holds_configs_plugins_pages_and_weights_and_no_tests(wheel: P
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     configs = {f"rotexp/{file.relative_to(ROOT)}" for file in (ROOT / "conf").rglob("*.yaml")}
     kept = [*(ROOT / "rotexp").rglob("*.py"), *(ROOT / "hydra_plugins").rglob("*.py")]
-    kept += [*(ROOT / "rotexp" / "comparison" / "web").iterdir(), *(ROOT / "rotexp" / "models" / "tiny").glob("weights/*")]
+    kept += [
+        *(ROOT / "rotexp" / "comparison" / "web").iterdir(),
+        *(ROOT / "rotexp" / "models" / "tiny").glob("weights/*"),
+    ]
     kept.append(ROOT / "rotexp" / "orthogonal" / "sequences.json")
     assert held == configs | {str(file.relative_to(ROOT)) for file in kept} | {"rotexp/conf/__init__.py"}
 
