@@ -38,6 +38,7 @@ def save_checkpoint(
     *,
     dtype: torch.dtype,
     tokenizer: Any = None,
+    generation: Any = None,
     copied: Mapping[str, Path] | None = None,
     manifest: Mapping[str, Any] | None = None,
     clip_ratios: Mapping[str, Tensor] | None = None,
@@ -52,8 +53,9 @@ def save_checkpoint(
         config: the source's `PretrainedConfig`; it is not changed.
         dtype: in which weights are stored, but for those that the model itself keeps in float32.
         tokenizer: a Hugging Face tokenizer to write, where there are no files of it to copy.
-        copied: files that are copied byte for byte, by their names in the folder. Without `generation_config.json`
-            among them, transformers makes one from the config.
+        generation: a `GenerationConfig` to write, where there is no file of it to copy. Without either, transformers
+            makes one from the config.
+        copied: files that are copied byte for byte, by their names in the folder.
         manifest: becomes `rotexp_manifest.json`.
         clip_ratios: learned for the quantizer of each weight, (..., outputs, groups); become `clip_ratios.safetensors`.
         source_shapes: shapes in the source's files; those of the same names must come out equal.
@@ -72,8 +74,9 @@ def save_checkpoint(
     with complete_folder(folder, key="export.path") as aside:
         _write_weights(model, stored, aside, max_shard_size=max_shard_size)
         _check_shapes(aside, source_shapes or {})
-        if tokenizer is not None:
-            tokenizer.save_pretrained(aside)
+        for companion in (tokenizer, generation):
+            if companion is not None:
+                companion.save_pretrained(aside)
         for name, file in (copied or {}).items():
             (aside / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, aside / name)

@@ -46,6 +46,7 @@ class RotatedModel:
         untied: the head's weight, if the checkpoint has it as the embedding's and R1 parted it from that.
         hooked: consumers that are no modules, with the names of the modules whose parameters are theirs.
         scales: learned scales of the weight quantizers, if they are trained.
+        prepared: whether norms are folded and online transforms baked, without which nothing may be merged.
     """
 
     network: nn.Module
@@ -60,6 +61,7 @@ class RotatedModel:
     untied: str | None = None
     hooked: list[RotatedInput | RotatedOutput] = field(default_factory=list)
     scales: QuantizerScales | None = None
+    prepared: bool = False
 
     @property
     def rotated_modules(self) -> list[RotatedLinear | RotatedExperts]:

@@ -83,7 +83,7 @@ def read_finished_run(folder: Path, *, key: str | None = "run") -> FinishedRun:
     for name in (CONFIG_FILE, ROTATIONS_FILE):
         if not (folder / name).is_file():
             raise ValueError(f"{where}: {name} is missing; restore it, or run the training again")
-    config = _read_config(folder / CONFIG_FILE, where)
+    config = read_config(folder, where)
     _check_model(config.model.path, where)
     return FinishedRun(folder, config, summary)
 
@@ -101,8 +101,18 @@ def _read_summary(folder: Path, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: {SUMMARY_FILE} cannot be read ({error.reason}); name another run") from None
 
 
-def _read_config(file: Path, where: str) -> Config:
-    """Read a resolved configuration as data: interpolations are refused, not resolved."""
+def read_config(folder: Path, where: str | None = None) -> Config:
+    """Read the resolved configuration of a run, done or not, as data: interpolations are refused, not resolved.
+
+    Args:
+        where: how messages call the folder (None: by its path).
+
+    Raises:
+        ValueError: it is missing, or not that of a run.
+    """
+    file, where = folder / CONFIG_FILE, where or str(folder)
+    if not file.is_file():
+        raise ValueError(f"{where}: {file.name} is missing; restore it, or run the training again")
     try:
         plain = read_yaml(file)
         if "${" in json.dumps(plain):

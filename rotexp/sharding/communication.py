@@ -45,6 +45,17 @@ class Communication:
         fewest = torch.tensor(self.threads, device=device)
         self.threads = int(self.reduce_(fewest, "min"))
 
+    @classmethod
+    def of_world(cls, device: torch.device | None = None) -> Communication:
+        """Return that of the process group which this process has joined, or of a world of one.
+
+        Args:
+            device: what the group's backend moves (None: as the host's, which is right for gloo).
+        """
+        if not dist.is_initialized():
+            return cls(device=device)
+        return cls(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device)
+
     def over(self, group: dist.ProcessGroup) -> Communication:
         """Return the same over some of the ranks, this one among them; all collectives count together."""
         part = copy(self)

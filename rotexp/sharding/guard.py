@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from rotexp.errors.requirements import require
 from rotexp.sharding.fsdp_internals import ALLOWED_TORCH, GUARD, STREAMS, TESTED, check_internals
 from rotexp.sharding.options import SyncConfig, SyncMode
 
@@ -139,6 +141,40 @@ def install(model: nn.Module, config: SyncConfig, *, name: str = "model") -> Uns
         guard._wrap()
     guard.manage(model, config, name=name)
     return guard
+
+
+@contextmanager
+def guarded(
+    model: nn.Module, mode: str = "universal", *, states: Sequence[str] | None = None
+) -> Iterator[UnshardGuard]:
+    """Guard a model of your own, sharded by `fully_shard`, inside the block, and leave torch as it was after it.
+
+    Args:
+        mode: `universal`: the host waits after every unshard; `selective`: after those in `states`; `event`: the
+            device's streams are ordered and the host waits for none.
+        states: for `selective`, some of forward, pre_backward, post_backward, idle (None: the first two).
+
+    Returns:
+        The guard, whose `counts` say what it saw and did.
+
+    Raises:
+        ValueError: the mode or a state does not exist, or the model is not sharded.
+        RuntimeError: as `install`.
+    """
+    modes = [choice.name for choice in SyncMode if choice is not SyncMode.off]
+    require(mode in modes, "mode", mode, f"one of {', '.join(modes)}", "choose one, or leave the guard out")
+    config = SyncConfig(SyncMode[mode]) if states is None else SyncConfig(SyncMode[mode], list(states))
+    config.validate()
+    if not param_groups(model):
+        raise ValueError(f"{type(model).__name__} has no parameter groups of FSDP2; call fully_shard before")
+    before = installed()
+    guard = install(model, config, name=type(model).__name__)
+    assert guard is not None
+    try:
+        yield guard
+    finally:
+        if before is None:
+            guard.remove()
 
 
 def installed() -> UnshardGuard | None:

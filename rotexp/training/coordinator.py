@@ -37,17 +37,21 @@ class Norms:
 
 
 class Coordinator:
-    """Acts for the bank of one model over the whole data-parallel world.
+    """Acts for the rotations of one model over the whole data-parallel world.
+
+    These are the bank of a placed model, or in a model of your own any module whose parameters every rank holds whole,
+    such as an `nn.ParameterDict`, and that FSDP ignores (`fully_shard(..., ignored_params=set(it.parameters()))`).
 
     Raises:
-        ValueError: the model has no bank.
+        ValueError: the model has no bank, or what is replicated is no module of it.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        communication: Communication,
+        communication: Communication | None = None,
         *,
+        replicated: nn.Module | None = None,
         master: ZeRO2Master | None = None,
         optimizers: Optimizers | None = None,
         ema: ShardedEMA | None = None,
@@ -55,14 +59,14 @@ class Coordinator:
         """Act for a model of which is trained what requires a gradient now (a division lends some to frozen weights).
 
         Args:
+            communication: over the ranks (None: all of the process group).
+            replicated: the module of the model that holds the rotations (None: its `RotationBank`).
             master, optimizers, ema: what training keeps beside the model, if anything.
         """
-        banks = [(name, module) for name, module in model.named_modules() if isinstance(module, RotationBank)]
-        if len(banks) != 1:
-            raise ValueError(f"the model registers {len(banks)} rotation banks, not one; place rotations first")
+        name, self.bank = _find_rotations(model, replicated)
         self.model = model
-        self.prefix, self.bank = f"{banks[0][0]}.", banks[0][1]
-        self.communication = communication
+        self.prefix = f"{name}."
+        self.communication = Communication.of_world(_device(self.bank)) if communication is None else communication
         self.master = master
         self._optimizers = optimizers
         self._ema = ema
@@ -74,7 +78,7 @@ class Coordinator:
     @torch.no_grad()
     def broadcast(self) -> None:
         """Give every rank the rotations of rank 0, bit for bit, by one collective."""
-        parameters = [parameter for _, parameter in self.bank.items()]
+        parameters = [parameter for _, parameter in self.bank.named_parameters()]
         if not parameters or self.communication.world_size == 1:
             return
         flat = self.communication.broadcast_(_flatten(parameters))
@@ -118,7 +122,7 @@ class Coordinator:
     def _whole_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return what is trained and neither FSDP nor the master reduces: the rotations and small ones, the others."""
         inside = set(self.master.layout.shapes) if self.master else set()
-        together = [parameter for _, parameter in self.bank.items() if parameter.requires_grad]
+        together = [parameter for _, parameter in self.bank.named_parameters() if parameter.requires_grad]
         alone: list[nn.Parameter] = []
         for name, parameter in self.model.named_parameters():
             skipped = name in inside or name.startswith(self.prefix) or isinstance(parameter, DTensor)
@@ -233,16 +237,37 @@ class Coordinator:
         """Return the rotations and the weights named, as this rank holds them."""
         reshard(self.model)
         named = {name: self.model.get_parameter(name).detach() for name in weights}
-        return {name: matrix.detach() for name, matrix in self.bank.items()} | named
+        return {name: matrix.detach() for name, matrix in self.bank.named_parameters()} | named
 
     def _kept_beside(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return moments and averages of what is named."""
         moments = self._optimizers.tensors() if self._optimizers is not None else {}
         averages = self._ema.state() if self._ema is not None else {}
-        rotations = {name: f"{self.prefix}{name}" for name, _ in self.bank.items()}
+        rotations = {name: f"{self.prefix}{name}" for name, _ in self.bank.named_parameters()}
         averaged = {f"average/{name}": averages.get(rotations.get(name, name)) for name in names}
         found = {key: moment for key, moment in moments.items() if key.rpartition("/")[0] in names}
         return found | {key: average for key, average in averaged.items() if isinstance(average, Tensor)}
+
+
+def _find_rotations(model: nn.Module, replicated: nn.Module | None) -> tuple[str, nn.Module]:
+    """Return the module whose parameters every rank holds whole, with its name in the model."""
+    named = dict(model.named_modules())
+    if replicated is not None:
+        name = next((name for name, module in named.items() if module is replicated), "")
+        if not name:
+            raise ValueError("replicated: is no module of the model; register what holds the matrices as one of it")
+        return name, replicated
+    banks = [(name, module) for name, module in named.items() if isinstance(module, RotationBank)]
+    if len(banks) != 1:
+        raise ValueError(
+            f"the model registers {len(banks)} rotation banks, not one; place rotations first, or name the module that "
+            f"holds yours by replicated=…"
+        )
+    return banks[0]
+
+
+def _device(module: nn.Module) -> torch.device | None:
+    return next((parameter.device for parameter in module.parameters()), None)
 
 
 def _squared_norm(gradients: Sequence[Tensor]) -> Tensor:

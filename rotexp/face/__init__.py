@@ -1,0 +1,1 @@
+"""Face: what `import rotexp` gives, for notebooks, scripts and other people's training loops."""
