@@ -35,6 +35,9 @@ ENTRY = (
 )
 """What the process of a run does: as the command, but it saves and ends when this process has died."""
 
+TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+"""Variables by which Jupyter's kernels, among others, say that what they show is as good as a terminal."""
+
 SAID = "rotexp: "
 """How the command begins the line that says what was wrong."""
 
@@ -81,10 +84,10 @@ def run(request: Config | Sequence[str] = (), *, folder: str | Path | None = Non
 def _resolved(request: Config | Sequence[str], folder: str | Path | None) -> tuple[Config, Path]:
     """Return the configuration and the folder that a request means."""
     overrides = () if isinstance(request, Config) else request
-    given = [line for line in overrides if line.startswith("hydra.run.dir=")]
-    if folder is not None and given:
-        raise ValueError(f"{given[0]}: the folder is given twice, also as folder={folder}; keep one")
     with composed(overrides) as composition:
+        given = [line for line in overrides if line.startswith("hydra.run.dir=")]
+        if folder is not None and given:
+            raise ValueError(f"{given[0]}: the folder is given twice, also as folder={folder}; keep one")
         config = checked(request) if isinstance(request, Config) else to_config(composition.config)
     return config, Path(composition.folder if folder is None else folder).absolute()
 
@@ -106,11 +109,12 @@ def _refuse_ranks(config: Config) -> None:
 
 def _carry_out(arguments: list[str]) -> tuple[int, str]:
     """Run the command to its end; return its exit code, and what it said was wrong."""
+    shown = sys.stdout is sys.__stdout__  # in a terminal, with progress bars
     process = subprocess.Popen(
         [sys.executable, "-c", ENTRY, *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        env=_variables(shown=shown),
         stdin=subprocess.DEVNULL,
-        stdout=None if sys.stdout is sys.__stdout__ else subprocess.PIPE,  # a terminal shows progress bars
+        stdout=None if shown else subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
@@ -135,6 +139,12 @@ def _carry_out(arguments: list[str]) -> tuple[int, str]:
         for thread in passing:
             thread.join()
     return process.returncode, said[-1] if said else ""
+
+
+def _variables(*, shown: bool) -> dict[str, str]:
+    """Return the environment of the run: this process's, its module path, and in a notebook no cursor movements."""
+    here = {name: value for name, value in os.environ.items() if shown or name not in TERMINAL}
+    return here | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
 def _pass_on(source: IO[str], sink: TextIO, said: list[str]) -> None:
