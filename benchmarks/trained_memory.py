@@ -19,6 +19,7 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks import facts
 from benchmarks.variants import QUANTIZERS, RANDOM_SIZES
+from rotexp.config.components import Component
 from rotexp.config.schema import Config
 from rotexp.config.targets import build
 from rotexp.metrics.memory import GIB, peaks, reset_peaks
@@ -40,7 +41,7 @@ from rotexp.sharding.options import MINIMUM_WORLD, ShardingConfig, Strategy
 from rotexp.sharding.strategies import shard
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.objectives import Teacher
-from rotexp.training.options import EMAConfig, ObjectiveConfig, Trainable, TrainConfig
+from rotexp.training.options import EMAConfig, Trainable, TrainConfig
 from rotexp.training.state import TrainingState
 from rotexp.training.teacher import load_teacher
 
@@ -100,7 +101,7 @@ class MemoryRequest:
             quant=QUANTIZERS["w4a4"],
             rotation=RotationConfig("learned", r1=True, r2=True),
             optimizer=CayleySGDConfig(),
-            objective=ObjectiveConfig("ce", "rotexp.training.objectives.CrossEntropy"),
+            objective=Component("ce", "rotexp.training.objectives.CrossEntropy"),
             train=TrainConfig(steps=STEPS, params=Trainable.all),
             ema=EMAConfig(self.ema_decay),
             sharding=ShardingConfig(Strategy[self.strategy]),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rotexp.errors.requirements import MISSING
 
@@ -27,13 +28,23 @@ class Component:
         return self._target_
 
 
+def component_of(values: Mapping[str, Any]) -> Component:
+    """Return the part that text describes, its options beside `name` and `_target_`."""
+    target = str(values.get("_target_", ""))
+    own = {key: value for key, value in values.items() if key not in ("name", "_target_")}
+    return Component(str(values.get("name") or target.rpartition(".")[2]), target, own)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pluggable:
     """A group of options that also takes a part of the user's own: in text its options stand beside `_target_`.
 
     Attributes:
-        options: the keyword arguments of the class that `_target_` names; those that the group knows stay in it.
+        options: the keyword arguments of the class that `_target_` names; those that the group knows stay in it, but
+            for what only some of rotexp's own parts take (`HANDED_ON`).
     """
+
+    HANDED_ON: ClassVar[tuple[str, ...]] = ()
 
     _target_: str | None = None
     options: dict[str, Any] = field(default_factory=dict, hash=False)  # specs are keys of caches

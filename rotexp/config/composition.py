@@ -12,8 +12,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rotexp.config.own_parts import field_names, gathered, schema_of, spread
-from rotexp.config.plugins import check_granted, typed_plugins
-from rotexp.config.schema import COMPONENTS, Config
+from rotexp.config.plugins import check_granted, check_importable, typed_plugins
+from rotexp.config.schema import Config
 from rotexp.config.validation import validate
 
 HYDRA_OVERRIDES = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
@@ -49,6 +49,7 @@ def to_config(composed: DictConfig, *, typed: Sequence[str] | None = None) -> Co
         raise ValueError("the configuration is not based on the schema; begin its defaults list with `- schema`")
     typed = typed_plugins() if typed is None else typed
     check_granted(composed.plugins, typed)
+    check_importable(typed)
     composed = gathered(composed)
     composed.plugins = list(typed)
     if unknown := next(_unknown_keys(composed), None):
@@ -122,9 +123,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
 
 def resolved_yaml(config: Config) -> str:
     """Return YAML that runs again: `python -m rotexp.train --config-dir DIR --config-name config.resolved`."""
-    names = {group: getattr(config, group).name for group in COMPONENTS}
-    schemas = [{f"schema/{group}@{group}": name} for group, name in names.items() if name in COMPONENTS[group]]
-    header = ["hydra_settings", "schema", *schemas, "_self_", *HYDRA_OVERRIDES]
+    header = ["hydra_settings", "schema", "_self_", *HYDRA_OVERRIDES]
     return OmegaConf.to_yaml(OmegaConf.create({"defaults": header, **to_plain(config)}))
 
 

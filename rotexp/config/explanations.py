@@ -29,6 +29,7 @@ from omegaconf.errors import (
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rotexp.config.composition import UnknownKeyError
+from rotexp.config.own_parts import as_text_has_it
 from rotexp.config.schema import COMPONENTS, Config
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError)
@@ -75,7 +76,7 @@ class Vocabulary:
         nodes = dict(_walk(OmegaConf.structured(self.schema), ""))
         for group, options in self.components.items():
             for schema in options.values():
-                nodes.update(_walk(OmegaConf.structured(schema), f"{group}."))
+                nodes.update(_walk(as_text_has_it(schema), f"{group}."))
         return nodes
 
     def owners(self, key: str) -> list[str]:
@@ -84,7 +85,7 @@ class Vocabulary:
             f"{group}={name}"
             for group, options in self.components.items()
             for name, schema in options.items()
-            if key in dict(_walk(OmegaConf.structured(schema), f"{group}."))
+            if key in dict(_walk(as_text_has_it(schema), f"{group}."))
         ]
 
 

@@ -6,8 +6,10 @@ it was typed for this process. Packages that are installed grant themselves by a
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Sequence
 from importlib.metadata import entry_points
+from types import ModuleType
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -43,3 +45,40 @@ def check_granted(named: Iterable[str], typed: Sequence[str]) -> None:
                 f"{KEY}=[{name}]: is named by a file, which may not say what is imported; type {KEY}=[{name}] on the "
                 f"command line, or install the package with an entry point of {ENTRY_POINTS}"
             )
+
+
+def check_importable(typed: Iterable[str]) -> None:
+    """Import plug-ins that were typed, so that one that cannot be is refused whether a configuration needs it or not.
+
+    Raises:
+        ValueError: one of them cannot be imported.
+    """
+    for name in typed:
+        if not all(part.isidentifier() for part in name.split(".")) or name.partition(".")[0] == "rotexp":
+            raise ValueError(f"{KEY}=[{name}]: is no module of your own; name one as Python imports it, such as my_pkg")
+        import_plugin(name, where=f"{KEY}=[{name}]")
+
+
+def import_plugin(module: str, *, where: str) -> ModuleType:
+    """Import a module of the user's own.
+
+    Args:
+        where: what the message begins with.
+
+    Raises:
+        ValueError: it is not there, or it raised something.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise ValueError(f"{where}: {module} imports {error.name}, which is not installed; install it") from None
+        raise ValueError(
+            f"{where}: there is no module {error.name}; install its package, or start by python -m in the folder that "
+            f"holds it, or name that folder in PYTHONPATH"
+        ) from None
+    except (Exception, SystemExit) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{where}: {module} raised {type(error).__name__} while it was imported: {reason}; correct it"
+        ) from None

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from rotexp.config.components import component_of
 from rotexp.data.options import DataConfig
 from rotexp.errors.requirements import MISSING
+from rotexp.files.reading import read_yaml
 from rotexp.launch.options import LaunchConfig
 from rotexp.metrics.options import EvaluationConfig, MetricsConfig
 from rotexp.models.options import ModelConfig
@@ -19,7 +23,6 @@ from rotexp.tracking.options import TrackerConfig
 from rotexp.training.options import (
     AdamWConfig,
     EMAConfig,
-    ObjectiveConfig,
     TopKObjectiveConfig,
     TrainConfig,
 )
@@ -59,15 +62,22 @@ class Config:
     profile: bool = False
 
 
+def _parts(group: str, *typed: Any) -> dict[str, Any]:
+    """Return what every file of a group describes: a part with options of its own type, or with any.
+
+    Args:
+        typed: the parts whose options have a dataclass.
+    """
+    folder = Path(str(files("rotexp.conf") / group))
+    described = {file.stem: read_yaml(file) for file in sorted(folder.glob("*.yaml"))}
+    return {name: component_of(values) for name, values in described.items()} | {part.name: part for part in typed}
+
+
 COMPONENTS: dict[str, dict[str, Any]] = {
-    "optimizer": {"cayley_sgd": CayleySGDConfig()},
-    "objective": {
-        "ce": ObjectiveConfig("ce", "rotexp.training.objectives.CrossEntropy"),
-        "kl": ObjectiveConfig("kl", "rotexp.training.objectives.KLDivergence"),
-        "kl_topk": TopKObjectiveConfig("kl_topk", "rotexp.training.objectives.TopKKLDivergence"),
-    },
+    "optimizer": _parts("optimizer", CayleySGDConfig()),
+    "objective": _parts("objective", TopKObjectiveConfig()),
 }
-"""The schema of each option of a group whose options have fields of their own."""
+"""The part that each option of a group stands for, with its defaults."""
 
 
 RECORDING = (

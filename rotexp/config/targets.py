@@ -5,14 +5,15 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rotexp.config.components import Component, Pluggable
-from rotexp.config.plugins import installed_plugins
+from rotexp.config.plugins import import_plugin, installed_plugins
+from rotexp.config.signatures import check_options
 from rotexp.errors.requirements import require
 
 OURS = ("rotexp.optim.", "rotexp.training.objectives.")
@@ -48,7 +49,7 @@ def check_target(component: Any, *, key: str, plugins: Sequence[str] = ()) -> No
     """Refuse a component whose `_target_` is neither a class that a module of rotexp's itself defines nor a plug-in's.
 
     The text of rotexp's modules is read, not run: what they import cannot be reached through them. A plug-in is
-    imported.
+    imported; so is a module of rotexp's whose options have no dataclass.
 
     Args:
         key: of the component, for messages.
@@ -61,38 +62,34 @@ def check_target(component: Any, *, key: str, plugins: Sequence[str] = ()) -> No
     module, _, name = target.rpartition(".")
     granted = (*plugins, *installed_plugins())
     if any(f"{module}.".startswith(f"{plugin}.") for plugin in granted):
-        _check_plugin(component, key=key, granted=granted)
+        found = getattr(import_plugin(module, where=f"{key}._target_={target}"), name, None)
+        own = inspect.isclass(found) and any(f"{found.__module__}.".startswith(f"{plugin}.") for plugin in granted)
+        require(own, f"{key}._target_", target, f"a class that {' or '.join(granted)} itself defines", "name another")
+        assert inspect.isclass(found)
+        check_options(found, options_of(component), key=key, target=target)
         return
     ours = f"a class of {' or '.join(prefix.rstrip('.') for prefix in OURS)}, or of a plug-in"
-    inside = target.startswith(OURS) and module.count(".") == 2
     root = target.partition(".")[0]
     remedy = "leave it as the option sets it" if root in ("rotexp", target) else f"type plugins=[{root}] if it is yours"
-    require(inside and name in _classes(module), f"{key}._target_", target, ours, remedy)
+    require(target.startswith(OURS) and name in _classes(module), f"{key}._target_", target, ours, remedy)
+    if isinstance(component, Component) and component.options:
+        check_options(getattr(importlib.import_module(module), name), component.options, key=key, target=target)
 
 
-def _check_plugin(component: Any, *, key: str, granted: Sequence[str]) -> None:
-    target = str(component._target_)
-    module, _, name = target.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{key}._target_={target}: cannot be imported ({error}); install its package, or start by python -m in the "
-            f"folder that holds it"
-        ) from None
-    own = inspect.isclass(found) and any(f"{found.__module__}.".startswith(f"{plugin}.") for plugin in granted)
-    require(own, f"{key}._target_", target, f"a class that {' or '.join(granted)} itself defines", "name another")
-    known = inspect.signature(found).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    for option in options_of(component):
-        if option not in known and not takes_any:
-            raise ValueError(
-                f"{key}.{option}: is no option of {target}; choose one of {', '.join(list(known))}, or leave it out"
-            )
-
-
-def _classes(module: str) -> set[str]:
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return set()
-    return {node.name for node in ast.parse(Path(spec.origin).read_bytes()).body if isinstance(node, ast.ClassDef)}
+@cache
+def _classes(module: str) -> frozenset[str]:
+    """Return the classes that a module of rotexp's defines, or, where it is a package, takes from its own modules."""
+    parts = module.split(".")[1:]
+    if not all(part.isidentifier() for part in parts):
+        return frozenset()
+    place = Path(__file__).parents[1].joinpath(*parts)
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    body = ast.parse(file.read_bytes()).body if file.is_file() else []
+    taken = {
+        alias.name
+        for node in body
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(f"{module}.")
+        for alias in node.names
+        if alias.name in _classes(str(node.module))
+    }
+    return frozenset(taken | {node.name for node in body if isinstance(node, ast.ClassDef)})

@@ -21,7 +21,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rotexp.config.composition import PATHS, from_root
 from rotexp.config.explanations import REFUSALS, TRAINING, Vocabulary, check_overrides, explain
-from rotexp.config.own_parts import writable
+from rotexp.config.own_parts import as_text_has_it, writable
 from rotexp.config.schema import COMPONENTS, Config
 from rotexp.experiment.options import EvaluateConfig, ExportConfig
 from rotexp.files.reading import UnreadableError, read_yaml
@@ -136,7 +136,7 @@ def register(swept: Sequence[str] = ()) -> None:
     store.store("evaluate_schema", writable(EvaluateConfig))
     for group, options in COMPONENTS.items():
         for name, schema in options.items():
-            store.store(name, writable(schema), group=f"schema/{group}")
+            store.store(name, as_text_has_it(schema), group=f"schema/{group}")  # runs of before name one for each
 
 
 def _check_command_line(vocabulary: Vocabulary) -> list[str]:

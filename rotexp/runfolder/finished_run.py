@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rotexp.config.composition import to_config
 from rotexp.config.own_parts import writable
-from rotexp.config.schema import COMPONENTS, Config
+from rotexp.config.schema import Config
 from rotexp.files.reading import UnreadableError, read_yaml
 from rotexp.runfolder.layout import CONFIG_FILE, ROTATIONS_FILE, SUMMARY_FILE
 from rotexp.runfolder.records import read_summary
@@ -118,19 +118,7 @@ def read_config(folder: Path, where: str | None = None) -> Config:
         if "${" in json.dumps(plain):
             raise ValueError("it holds an interpolation")
         values = OmegaConf.create({key: value for key, value in plain.items() if key != "defaults"})
-        return to_config(OmegaConf.merge(_schema(values), values))  # type: ignore[arg-type]
+        return to_config(OmegaConf.merge(writable(Config), values))  # type: ignore[arg-type]
     except (OmegaConfBaseException, ValueError) as error:
         reason = error.reason if isinstance(error, UnreadableError) else " ".join(str(error).split())
         raise ValueError(f"{where}: {file.name} is not the configuration of a run ({reason}); restore it") from None
-
-
-def _schema(values: DictConfig) -> DictConfig:
-    """Return the schema, each component replaced by that of the option the values name."""
-    schema = writable(Config)
-    for group, options in COMPONENTS.items():
-        name = OmegaConf.select(values, f"{group}.name")
-        if name in options:
-            schema[group] = writable(options[name])
-        elif OmegaConf.select(values, f"{group}._target_") is None:
-            raise ValueError(f"{group}.name={name}: must be one of {', '.join(options)}")
-    return schema

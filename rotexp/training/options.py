@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from rotexp.errors.requirements import MISSING, require
+from rotexp.errors.requirements import require
 
 
 class LrSchedule(Enum):
@@ -44,17 +44,11 @@ class OnNonfinite(Enum):
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig:
-    """`objective=ce` and `objective=kl`: a loss without options."""
-
-    name: str = MISSING
-    _target_: str = MISSING
-
-
-@dataclass(frozen=True)
-class TopKObjectiveConfig(ObjectiveConfig):
+class TopKObjectiveConfig:
     """`objective=kl_topk`: over the float model's `k` most likely tokens."""
 
+    name: str = "kl_topk"
+    _target_: str = "rotexp.training.objectives.TopKKLDivergence"
     k: int = 64
 
     def validate(self, key: str) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from benchmarks.trained_memory import MemoryRequest, measure_rank
+from rotexp.config.components import Component
 from rotexp.models.options import ModelDtype
 from rotexp.models.stored_model import RandomWeights, StoredModel
 from rotexp.models.structure import read_structure
@@ -19,7 +20,7 @@ from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.rotation.own_rows import division
 from rotexp.rotation.own_rows.cost import multiply_adds_per_byte
 from rotexp.sharding.options import Strategy
-from rotexp.training.options import EMAConfig, ObjectiveConfig, Trainable
+from rotexp.training.options import EMAConfig, Trainable
 
 TOKENS = 6
 
@@ -54,7 +55,7 @@ def odd_config(
 ) -> Any:
     """Return a run whose smallest parameters stay whole unless told otherwise, with averages, distilling or not."""
     config = MemoryRequest(strategy).config()
-    objective = ObjectiveConfig("kl", "rotexp.training.objectives.KLDivergence") if distills else config.objective
+    objective = Component("kl", "rotexp.training.objectives.KLDivergence") if distills else config.objective
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, dtype=ModelDtype[dtype]),

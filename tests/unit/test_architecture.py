@@ -41,6 +41,7 @@ ORDER = (
     "config.composition",
     "config.validation",
     "config.targets",
+    "config.signatures",
     "config.own_parts",
     "config.plugins",
     "config.schema",

@@ -14,6 +14,7 @@ import rotexp.conf
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from rotexp.config.components import Component
 from rotexp.config.composition import UnknownKeyError, config_digest, resolved_yaml, to_config, to_plain
 from rotexp.config.schema import COMPONENTS, Config
 from rotexp.config.targets import build, check_target
@@ -22,7 +23,6 @@ from rotexp.launch.command_line import register
 from rotexp.optim.options import Solver, StepRule
 from rotexp.sharding.options import Dtype, Strategy, SyncMode
 from rotexp.training.objectives import CrossEntropy, TopKKLDivergence
-from rotexp.training.options import ObjectiveConfig
 
 CONF = Path(rotexp.conf.__path__[0])
 OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONF.glob("*/*.yaml"))
@@ -241,7 +241,7 @@ def test_a_target_outside_the_allow_list_is_refused_before_anything_is_imported(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"imported {name}"))
-    component = ObjectiveConfig(name="trick", _target_=target)
+    component = Component(name="trick", _target_=target)
     for use in (check_target, build):
         with pytest.raises(ValueError, match=r"must be a class of rotexp\.optim or rotexp\.training\.objectives; "):
             use(component)

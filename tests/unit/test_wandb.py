@@ -18,6 +18,7 @@ import yaml
 from safetensors.torch import save_file
 from wandb.proto.wandb_internal_pb2 import Record
 
+from rotexp.config.components import Component
 from rotexp.config.composition import to_plain
 from rotexp.config.schema import Config
 from rotexp.data.options import DataConfig, DataSource
@@ -43,7 +44,6 @@ from rotexp.tracking.short_names import shortened
 from rotexp.tracking.tracker import Trackers, open_trackers
 from rotexp.tracking.upload import find_runs, replay
 from rotexp.tracking.wandb import WandbMirror
-from rotexp.training.options import ObjectiveConfig
 
 SPECIAL = set("= ,{}%#$")
 
@@ -56,7 +56,7 @@ def configured(**changes: Any) -> Config:
         "quant": QuantConfig("w4a4"),
         "rotation": RotationConfig("learned_r4"),
         "optimizer": {"name": "cayley_sgd", "lr": 0.1},
-        "objective": ObjectiveConfig("ce", "rotexp.training.objectives.CrossEntropy"),
+        "objective": Component("ce", "rotexp.training.objectives.CrossEntropy"),
         "sharding": ShardingConfig(Strategy.hybrid_zero2),
         "sync_mode": SyncConfig(SyncMode.universal),
         "launch": LaunchConfig(LaunchKind.elastic),

@@ -1,0 +1,75 @@
+"""Check the options that a configuration gives to a class against what its constructor takes."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+KINDS: dict[Any, tuple[tuple[type[Any], ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "text"),
+    type(None): ((type(None),), "null"),
+}
+"""What a value must be for a parameter of that type, and what to call it; other types are the constructor's affair."""
+
+GIVEN = {"optimizer": 1, "objective": 0, "train.scheduler": 3, "rotation.start": 0, "data": 0}
+"""How many positional arguments rotexp itself gives to the class at a key."""
+
+
+def check_options(found: type[Any], options: Mapping[str, Any], *, key: str, target: str) -> None:
+    """Refuse options that a class does not take, that are of another type than it says, or that are missing.
+
+    Args:
+        key: of the component, for messages.
+        target: what the configuration calls the class.
+
+    Raises:
+        ValueError: one is refused.
+    """
+    given = GIVEN.get(key)
+    parameters = list(inspect.signature(found).parameters.values())[given or 0 :]
+    named = {parameter.name: parameter for parameter in parameters if parameter.kind not in _VARIADIC}
+    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    for option in options:
+        if option not in named and not any_name:
+            near = difflib.get_close_matches(option, named, n=1)
+            choices = f"choose one of {', '.join(named)}, or leave it out" if named else "it takes none; leave it out"
+            raise ValueError(
+                f"{key}.{option}: is no option of {target}; {choices}{f' (nearest: {near[0]})' if near else ''}"
+            )
+    for name, parameter in named.items() if given is not None else ():
+        if name not in options and parameter.default is parameter.empty:
+            raise ValueError(
+                f"{key}.{name}: has no value, and {target} has no default for it; write it beside _target_"
+            )
+    _check_types(found, options, key=key)
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _check_types(found: type[Any], options: Mapping[str, Any], *, key: str) -> None:
+    try:
+        hints = typing.get_type_hints(found.__init__)
+    except (NameError, TypeError):  # names that are imported for type checkers alone
+        return
+    for option, value in options.items():
+        allowed = _alternatives(hints.get(option, Any))
+        if not all(kind in KINDS for kind in allowed):
+            continue
+        truth = isinstance(value, bool)  # which Python takes for a number
+        if not any(isinstance(value, KINDS[kind][0]) and (truth <= (kind is bool)) for kind in allowed):
+            raise ValueError(
+                f"{key}.{option}={value}: must be {' or '.join(KINDS[kind][1] for kind in allowed)}; change it"
+            )
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if union else (hint,)
