@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 
 from rotexp.config.components import Component, Pluggable
 from rotexp.config.schema import COMPONENTS
@@ -88,13 +88,15 @@ def _gather(node: DictConfig, schema: type[Any]) -> DictConfig:
     values: dict[str, Any] = {str(key): node._get_node(key) for key in node if key in known}
     own = {str(key): node._get_node(key) for key in node if key not in known}
     if "HANDED_ON" in vars(schema):  # those that are null were not given
-        own = {key: value for key, value in own.items() if key not in schema.HANDED_ON or not value._is_none()}
+        own = {key: value for key, value in own.items() if key not in schema.HANDED_ON or node[key] is not None}
     if "name" in known and ("name" not in values or OmegaConf.is_missing(node, "name")):
         values["name"] = str(node._target_).rpartition(".")[2]
     merged = OmegaConf.merge(writable(schema), values | {"options": {**(node.get("options") or {}), **own}})
     assert isinstance(merged, DictConfig)
-    for key in [key for key in merged if OmegaConf.is_missing(merged, key) and merged._get_node(key)._is_optional()]:
-        merged[key] = None  # what only rotexp's own parts need
+    for key in merged:
+        value = merged._get_node(key)
+        if isinstance(value, Node) and value._is_missing() and value._is_optional():
+            merged[key] = None  # what only rotexp's own parts need
     return merged
 
 

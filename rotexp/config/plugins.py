@@ -79,6 +79,5 @@ def import_plugin(module: str, *, where: str) -> ModuleType:
         ) from None
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"{where}: {module} raised {type(error).__name__} while it was imported: {reason}; correct it"
-        ) from None
+        fault = f"raised {type(error).__name__} while it was imported ({reason})"
+        raise ValueError(f"{where}: {module} {fault}; correct it") from None

@@ -14,7 +14,7 @@ Teacher = Callable[[Tensor], Tensor]
 
 
 class Objective(Protocol):
-    """A loss of a batch of blocks, made of the options in its configuration; `rotexp.testing.check_objective` tries one.
+    """A loss of a batch of blocks, made of its options; `rotexp.testing.check_objective` tries one.
 
     Attributes:
         distills: whether it asks the teacher, or the float model, for its logits.
