@@ -60,6 +60,11 @@ class Vocabulary:
         """The groups whose options have fields of their own, and the schema of each option."""
         return COMPONENTS if self.grouped else {}
 
+    @property
+    def own_parts(self) -> tuple[str, ...]:
+        """The keys of parts that may have options of any name."""
+        return (*self.components, "train.scheduler", "rotation.start") if self.grouped else ()
+
     @cached_property
     def groups(self) -> dict[str, list[str]]:
         """The config groups that come with rotexp, and the options of each."""
@@ -122,6 +127,8 @@ def _fault(override: Override, known: Vocabulary, *, sweep: bool) -> str:
     if not key:
         return "has no key; write key=value"
     if override.is_add():
+        if key.rpartition(".")[0] in known.own_parts:
+            return ""
         if key not in known.groups and key not in known.nodes:
             raise ValueError(_no_such_key(key, known, override=line))
         return f"+ adds keys, and this one exists; write {line.lstrip('+')}"
@@ -163,6 +170,9 @@ def _not_composed(error: ConfigCompositionException, known: Vocabulary) -> str:
         override = text.partition("To append to your config use +")[2]
         key = text.split("'")[1]
         return _no_such_key(getattr(cause, "full_key", None) or key, known, override=override)
+    if text.startswith("Could not append"):
+        line = text.partition("Either remove + prefix: '")[2].partition("'")[0]
+        return f"+{line}: + adds keys, and this one exists; write {line}"
     if not isinstance(cause, OmegaConfBaseException):
         return text
     override = text.partition("Error merging override ")[2]
@@ -184,16 +194,18 @@ def _no_such_option(path: str, options: list[str], known: Vocabulary) -> str:
 
 def _no_such_key(key: str, known: Vocabulary, *, override: str = "") -> str:
     shown = override or key
+    parent, _, last = key.rpartition(".")
+    settable = parent in known.own_parts and "=" in shown and not shown.startswith("+")
+    added = f", or +{shown} if it is an option of your own part which its file leaves out" if settable else ""
     if owners := known.owners(key):
         group = key.partition(".")[0]
-        return f"{shown}: the chosen {group} has no such key; choose {' or '.join(owners)}, or leave it out"
-    parent, _, last = key.rpartition(".")
+        return f"{shown}: the chosen {group} has no such key; choose {' or '.join(owners)}, or leave it out{added}"
     names = [name for name in known.nodes if not key.startswith(f"{name}.")]
     siblings = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == parent]
     siblings += [] if parent else [group for group in known.groups if group not in siblings]
     allowed = f"{parent or 'the configuration'} has {', '.join(siblings)}" if siblings else "--cfg job shows them all"
     near = _nearest(key.partition("@")[0], names, first=[name for name in names if name.rpartition(".")[2] == last])
-    return f"{shown}: no such key; {allowed}; correct it or leave it out{near}"
+    return f"{shown}: no such key; {allowed}; correct it or leave it out{added}{near}"
 
 
 def _wrong_value(key: str, known: Vocabulary, *, shown: str, reason: str) -> str:

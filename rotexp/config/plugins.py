@@ -73,10 +73,10 @@ def import_plugin(module: str, *, where: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise ValueError(f"{where}: {module} imports {error.name}, which is not installed; install it") from None
-        raise ValueError(
-            f"{where}: there is no module {error.name}; install its package, or start by python -m in the folder that "
-            f"holds it, or name that folder in PYTHONPATH"
-        ) from None
+        remedy = "install its package, or start by python -m in the folder that holds it, or name that in PYTHONPATH"
+        if "." in str(error.name):
+            remedy = "name a module that is there"
+        raise ValueError(f"{where}: there is no module {error.name}; {remedy}") from None
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error).split())
         fault = f"raised {type(error).__name__} while it was imported ({reason})"

@@ -14,6 +14,7 @@ from typing import Any
 from rotexp.config.components import Component, Pluggable
 from rotexp.config.plugins import import_plugin, installed_plugins
 from rotexp.config.signatures import check_options
+from rotexp.errors.library import refused
 from rotexp.errors.requirements import require
 
 OURS = ("rotexp.optim.", "rotexp.training.objectives.")
@@ -25,6 +26,31 @@ def build(component: Any, *arguments: Any) -> Any:
     module, _, name = component._target_.rpartition(".")
     factory = getattr(importlib.import_module(module), name)
     return factory(*arguments, **options_of(component))
+
+
+def made(component: Any, *arguments: Any, key: str, protocol: type[Any]) -> Any:
+    """Build a component, and refuse one that cannot be made or lacks what a Protocol asks for.
+
+    Args:
+        key: of the component, for messages.
+
+    Raises:
+        ValueError: its class raised something, or the part has no attribute of a name that is needed.
+    """
+    where = f"{key}._target_={component._target_}"
+    with refused(lambda reason: f"{where}: cannot be made of its options ({reason}); change them, or correct it"):
+        part = build(component, *arguments)
+    for name in members(protocol):
+        if not hasattr(part, name):
+            asks = f"which {protocol.__module__}.{protocol.__name__} asks for"
+            raise ValueError(f"{where}: has no {name}, {asks}; add it")
+    return part
+
+
+def members(protocol: type[Any]) -> list[str]:
+    """Return the names of the attributes and methods that a Protocol asks for."""
+    names = dict.fromkeys([*inspect.get_annotations(protocol), *vars(protocol)])
+    return [name for name in names if name == "__call__" or not name.startswith("_")]
 
 
 def options_of(component: Any) -> dict[str, Any]:

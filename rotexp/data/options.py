@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import ClassVar
 
 from rotexp.config.components import Pluggable
 from rotexp.errors.requirements import MISSING, require
@@ -30,6 +31,7 @@ class DataConfig(Pluggable):
     """Text and how it is cut; lengths in tokens, batch in blocks over all ranks.
 
     Attributes:
+        source: which of rotexp's own (None: that of your own which `_target_` names).
         path, revision: of WikiText-2: the hub's repository or a folder, and its branch, tag or commit.
         calibration, evaluation: of your own texts: a file, a folder or a pattern such as `texts/*.txt`.
         field: which field of JSON Lines or Parquet holds the text; of plain text there is none.
@@ -38,8 +40,10 @@ class DataConfig(Pluggable):
         global_batch_size: blocks a step over all ranks, however many those are.
     """
 
+    HANDED_ON: ClassVar[tuple[str, ...]] = tuple(key for keys in KEYS_OF_SOURCE.values() for key in keys)
+
     name: str = MISSING
-    source: DataSource = MISSING
+    source: DataSource | None = MISSING
     path: str | None = None
     revision: str | None = None
     calibration: str | None = None
@@ -51,6 +55,13 @@ class DataConfig(Pluggable):
 
     def validate(self) -> None:
         """Raise ValueError when an option cannot be used, whatever the other groups say."""
+        if self.target is None and self.source is None:
+            choices = ", ".join(source.name for source in DataSource)
+            raise ValueError(
+                f"data.source=null: must be one of {choices}, or data._target_ a class; set one of the two"
+            )
+        if self.target is not None and self.source is not None:
+            raise ValueError(f"data.source={self.source.name}: must be null where data._target_ reads; leave it out")
         for source, keys in KEYS_OF_SOURCE.items():
             for key in keys if source is not self.source else ():
                 allowed = f"null for data={self.name}, which does not read it"

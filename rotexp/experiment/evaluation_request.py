@@ -89,7 +89,7 @@ def to_request(composed: DictConfig, run: FinishedRun | None) -> Config:
 def _without_keys_of_others(data: DataConfig, source: DataSource) -> DataConfig:
     """Return the options of `data` without those that only other sources than this one read."""
     others = (keys for other, keys in KEYS_OF_SOURCE.items() if other is not source)
-    unset: dict[str, Any] = {key: None for keys in others for key in keys}
+    unset: dict[str, Any] = {key: None for keys in others for key in keys} | {"_target_": None, "options": {}}
     return replace(data, **unset)
 
 

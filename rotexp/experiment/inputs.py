@@ -10,11 +10,14 @@ from typing import Any
 import torch
 
 from rotexp.config.schema import Config
+from rotexp.config.targets import made
 from rotexp.data.blocks import BlockSampler, TokenBlocks, cut, unknown_share
 from rotexp.data.corpora import Corpus, builtin_corpus, cut_to, text_digest, wikitext2_corpus
 from rotexp.data.options import DataConfig, DataSource
 from rotexp.data.overlap import PASSAGE, SHORTEST_UNIT, Repetition, repetition
+from rotexp.data.source import TextSource, fault_of_corpus
 from rotexp.data.text_files import find_text
+from rotexp.errors.library import refused
 from rotexp.experiment.beginning import Beginning
 from rotexp.models.load import open_checkpoint
 from rotexp.models.stored_model import RandomWeights, StoredModel
@@ -57,9 +60,12 @@ def read_corpus(data: DataConfig) -> tuple[Corpus, list[str]]:
     """
     corpus, longer = read_within_limit(data)
     if corpus.calibration_spelling == corpus.evaluation_spelling:
+        calibration, evaluation = f"data.calibration={data.calibration}", f"data.evaluation={data.evaluation}"
+        if data.target is not None:
+            calibration, evaluation = "calibration", f"data._target_={data.target}: evaluation"
         raise ValueError(
-            f"data.evaluation={data.evaluation}: holds the same text as data.calibration={data.calibration}, whatever "
-            f"its name and spelling; held-out figures need text that was not trained on"
+            f"{evaluation}: holds the same text as {calibration}, whatever its name and spelling; held-out figures "
+            f"need text that was not trained on"
         )
     limit = f"data.max_characters={data.max_characters}"
     return corpus, [f"{limit}: {key} is longer, and no more of it is read; null reads all" for key in longer]
@@ -77,12 +83,29 @@ def read_within_limit(data: DataConfig) -> tuple[Corpus, list[str]]:
 def _read_whole_corpus(data: DataConfig) -> Corpus:
     """Read both texts, of the user's own no more than is needed to see whether they are longer than the limit."""
     match data.source:
+        case None:
+            return _read_own(data)
         case DataSource.builtin:
             return builtin_corpus()
         case DataSource.wikitext2:
             return wikitext2_corpus(path=data.path or "Salesforce/wikitext", revision=data.revision)
         case DataSource.text:
             return _read_texts(data)
+
+
+def _read_own(data: DataConfig) -> Corpus:
+    """Read both texts from the source that `_target_` names.
+
+    Raises:
+        ValueError: it raised something, or gave no two texts.
+    """
+    where = f"data._target_={data.target}"
+    source: TextSource = made(data, key="data", protocol=TextSource)
+    with refused(lambda reason: f"{where}: cannot read its texts ({reason}); change its options, or correct it"):
+        read = source.read()
+    if fault := fault_of_corpus(read):
+        raise ValueError(f"{where}: {fault}; correct it")
+    return read
 
 
 def _read_texts(data: DataConfig) -> Corpus:

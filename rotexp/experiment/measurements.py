@@ -72,7 +72,7 @@ class Measurements:
     def start(self, model: RotatedModel) -> None:
         """Measure the quantized model under the rotations that training starts from, where those are not Hadamard's."""
         rotation = self._config.rotation
-        other = rotation.path is not None or rotation.init is not RotationInit.hadamard
+        other = rotation.path or rotation.start or rotation.init is not RotationInit.hadamard
         if other and rotation.learned and self._config.train.steps and len(model.bank) and "start" not in self.rows:
             with model.mode.set(rotate=True, quantize=True):
                 self._record("start", self._evaluate(model)[0])

@@ -22,6 +22,7 @@ from rotexp.tracking.console import profile_table
 from rotexp.tracking.summary import versions
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.loop import Hooks, train
+from rotexp.training.optimizers import Optimizers
 from rotexp.training.options import Trainable, TrainConfig
 from rotexp.training.saved_state import Checkpoints
 from rotexp.training.state import TrainingState
@@ -52,7 +53,7 @@ def train_model(context: Context, model: RotatedModel, sharded: Sharded) -> Trai
     if not config.train.steps or not state.trains:
         state.conclude(Coordinator(model.network, context.communication).divergence())
         return Trained(state)
-    _warn_of_clipping(context)
+    _warn_of_clipping(context, state.optimizers)
     if build(config.objective).distills:
         context.measurements.load_teacher()
     assert sharded.weights is not None
@@ -84,15 +85,14 @@ def _start_scales(context: Context, model: RotatedModel) -> None:
         context.communication.broadcast_(ratios.detach())
 
 
-def _warn_of_clipping(context: Context) -> None:
+def _warn_of_clipping(context: Context, optimizers: Optimizers) -> None:
     """Say that a norm to clip to was set which changes nothing."""
     train, optimizer = context.config.train, context.config.optimizer
-    acts = optimizer.uses_gradient_length or train.params is not Trainable.rotations
+    acts = optimizers.uses_gradient_length or train.params is not Trainable.rotations
     if not acts and train.max_grad_norm not in (None, TrainConfig.max_grad_norm):
         context.messages.warn(
-            f"train.max_grad_norm={train.max_grad_norm} changes nothing: a step of "
-            f"optimizer.step_rule={optimizer.step_rule.name} without momentum is as long for any gradient; "
-            "optimizer.lr sets its angle"
+            f"train.max_grad_norm={train.max_grad_norm} changes nothing: a step of optimizer={optimizer.name} "
+            "under these options is as long for any gradient; optimizer.lr sets its length"
         )
 
 

@@ -21,8 +21,9 @@ from hydra.core.utils import JobRuntime
 from omegaconf import DictConfig, open_dict
 from omegaconf.basecontainer import BaseContainer
 
-from rotexp.config.composition import to_config, writable
+from rotexp.config.composition import to_config
 from rotexp.config.explanations import REFUSALS, TRAINING, Vocabulary, check_overrides, explain
+from rotexp.config.own_parts import writable
 from rotexp.config.schema import Config
 from rotexp.errors.requirements import MISSING
 from rotexp.launch.command_line import register

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from rotexp.errors.wording import dtype_name
 from rotexp.experiment.exporting import check_plain
-from rotexp.experiment.options import ExportDtype, ExportFormat, ExportOptions
 from rotexp.experiment.finished_model import requirements
+from rotexp.experiment.options import ExportDtype, ExportFormat, ExportOptions
 from rotexp.files.folders import complete_folder
 from rotexp.models.save import MANIFEST_FILE, save_checkpoint
 from rotexp.rotation.file import save_r_bin

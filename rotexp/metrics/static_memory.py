@@ -14,6 +14,7 @@ from rotexp.config.targets import build
 from rotexp.config.validation import mesh_sizes
 from rotexp.metrics.quantizer_memory import FP32_BYTES, QuantizerBytes, quantizer_bytes
 from rotexp.models.arch import embedding_name, head_name
+from rotexp.optim.protocol import state_bytes
 from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.buckets import shard_numel
 from rotexp.sharding.options import ShardingConfig, Strategy
@@ -64,12 +65,12 @@ class Bank:
     Attributes:
         bytes: of all of them.
         trained_bytes: of those that are trained.
-        momentum: whether their optimizer keeps a buffer of each.
+        state_bytes: what their optimizer keeps of them.
     """
 
     bytes: int = 0
     trained_bytes: int = 0
-    momentum: bool = False
+    state_bytes: int = 0
 
 
 BESIDE = {"best": "in host memory what was best", "gathered": "gathered from forward to backward"}
@@ -185,7 +186,7 @@ def static_bytes(
         moments=2 * (shard + sum(weight.itemsize * weight.owned(shards, place=place) for weight in alone)),
         shadows=(shard + own_shadows + bank.trained_bytes + persistent_buffers) if ema else 0,
         teacher=(_room((weight for weight in weights if weight.taught), shards) + buffers) if teacher else 0,
-        bank=(1 + COPIES) * bank.bytes + (bank.trained_bytes if bank.momentum else 0),
+        bank=(1 + COPIES) * bank.bytes + bank.state_bytes,
         bank_gradients=bank.trained_bytes,
         **asdict(quantizers),
         buffers=buffers,
@@ -216,7 +217,7 @@ def predict(
     buffers = [(buffer.numel() * buffer.element_size(), persistent) for buffer, persistent in _buffers(model.network)]
     return static_bytes(
         _weights(model, config.sharding),
-        bank=_bank(model, momentum=config.optimizer.momentum > 0.0),
+        bank=_bank(model, config),
         shards=shards,
         place=rank % shards,
         master_world=config.sharding.ranks(world_size) if mastered else None,
@@ -249,9 +250,18 @@ def _weights(model: RotatedModel, sharding: ShardingConfig) -> list[Weight]:
     ]
 
 
-def _bank(model: RotatedModel, *, momentum: bool) -> Bank:
-    sizes = [(rotation.numel() * rotation.element_size(), rotation.requires_grad) for _, rotation in model.bank.items()]
-    return Bank(sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained), momentum)
+def _bank(model: RotatedModel, config: Config) -> Bank:
+    rotations = [rotation for _, rotation in model.bank.items()]
+    trained = [
+        nn.Parameter(torch.empty_like(rotation, device="meta")) for rotation in rotations if rotation.requires_grad
+    ]
+    optimizer = build(config.optimizer, trained) if trained else None
+    state = sum(state_bytes(optimizer, rotation) for rotation in trained) if optimizer else 0
+    return Bank(_bytes(rotations), _bytes(trained), state)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _buffers(network: nn.Module) -> Iterator[tuple[Tensor, bool]]:

@@ -128,6 +128,16 @@ class CayleySGD(Optimizer):
                 self._move(batch, options)
         return loss
 
+    @property
+    def uses_gradient_length(self) -> bool:
+        """Whether a longer gradient makes another step, in any group."""
+        return any(_options(group).uses_gradient_length for group in self.param_groups)
+
+    def initial_state(self, rotation: Tensor) -> dict[str, Any]:
+        """Return what is kept of a rotation before its first step: see the class."""
+        group = next(group for group in self.param_groups if any(rotation is held for held in group["params"]))
+        return {"step": 0} | ({"momentum_buffer": torch.zeros_like(rotation)} if group["momentum"] > 0.0 else {})
+
     @torch.no_grad()
     def project(self) -> None:
         """Replace every rotation by the orthogonal matrix nearest to it, once, at the end of training."""

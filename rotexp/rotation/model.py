@@ -15,13 +15,14 @@ from rotexp.orthogonal.hadamard import is_constructible
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.scales import QuantizerScales
 from rotexp.quant.spec import QuantSpec
-from rotexp.rotation.bank import Rotation, RotationBank, draw
+from rotexp.rotation.bank import Rotation, RotationBank
 from rotexp.rotation.experts import RotatedExperts
 from rotexp.rotation.file import assign_rotations, load_rotations
 from rotexp.rotation.hooks import RotatedInput, RotatedOutput
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.options import RotationConfig, RotationInit
+from rotexp.rotation.start import draw_start
 
 SCALES = "quantizer_scales"
 """The name under which a model registers its learned scales."""
@@ -172,7 +173,7 @@ class RotatedModel:
     def starts(self, kind: RotationInit, *, seed: int) -> dict[str, torch.Tensor]:
         """Draw a start of the given kind for every rotation."""
         return {
-            name: draw_start(kind, matrix.shape, name=name, seed=seed).to(matrix.device)
+            name: draw_start(kind.name, matrix.shape, name=name, seed=seed).to(matrix.device)
             for name, matrix in self.bank.items()
         }
 
@@ -193,12 +194,6 @@ def start_from_file(model: RotatedModel, rotation: RotationConfig, *, identity: 
         return {}
     loaded = load_rotations(Path(rotation.path))
     return assign_rotations(model.bank, loaded, model=identity, placements=model.placements, online=model.online)
-
-
-def draw_start(kind: RotationInit, shape: torch.Size | tuple[int, ...], *, name: str, seed: int) -> torch.Tensor:
-    """Draw the start of a rotation: (n, n) or (blocks, n, n), float32."""
-    blocks = shape[0] if len(shape) == 3 else None
-    return draw(kind.name, shape[-1], name=name, seed=seed, blocks=blocks)
 
 
 def check_width(key: str, spec: QuantSpec, width: int, *, where: str) -> None:

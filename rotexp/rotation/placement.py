@@ -30,10 +30,11 @@ from rotexp.rotation.experts import RotatedExperts
 from rotexp.rotation.hooks import RotatedInput, RotatedOutput
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode
-from rotexp.rotation.model import RotatedModel, check_width, draw_start
+from rotexp.rotation.model import RotatedModel, check_width
 from rotexp.rotation.norms import norm_kinds, norm_readers
 from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.shared_input import SharedInput
+from rotexp.rotation.start import drawing
 from rotexp.rotation.trial import Trial
 
 BANK = "rotation_bank"
@@ -102,7 +103,7 @@ class _Placer:
         self.config: Any = self.model.config
         self.rotation = rotation
         self.quant = quant
-        self.seed = seed
+        self.draw = drawing(rotation, seed=seed)
         self.trial = trial
         self.value_rows = self.spec.value_rows(self.config)
 
@@ -119,8 +120,10 @@ class _Placer:
         """Give the bank a rotation of that shape."""
         self.placed.placements[name] = where
         try:
-            matrix = draw_start(self.rotation.init, shape, name=name, seed=self.seed)
+            matrix = self.draw(name, shape)
         except ValueError as error:
+            if self.rotation.start is not None:
+                raise
             refusal = f"rotation.init={self.rotation.init.name}: {name} cannot start so: {error}"
             block = self._fitting_block() if name == "R1" else ""
             remedies = f"set rotation.init=random or rotation.{name[:2].lower()}=false{block}"

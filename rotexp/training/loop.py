@@ -147,7 +147,7 @@ class _Loop:
         return mean_loss, bool(stopping)
 
     def _clip(self) -> Norms:
-        length = self.config.optimizer.uses_gradient_length
+        length = self.state.optimizers.uses_gradient_length
         return self.coordinator.clip(self.config.train.max_grad_norm, with_rotations=length)
 
     def _end_step(self, loss: float, norms: Norms, rates: dict[str, float], *, stopping: bool) -> None:
@@ -214,18 +214,24 @@ def _advance(state: TrainingState, coordinator: Coordinator, config: Config, *, 
         where = f"the norm of the gradients is {norms.total.item()}" if math.isfinite(loss) else f"the loss is {loss}"
     fault = f"step {state.step + 1}: {where}"
     if config.train.on_nonfinite is OnNonfinite.stop:
-        keys = _rates(tensor, config, rotations=coordinator.prefix)
+        length = state.optimizers.uses_gradient_length
+        keys = _rates(tensor, config, rotations=coordinator.prefix, uses_length=length)
         raise FloatingPointError(f"{fault}; lower {' or '.join(keys)}, or go on by train.on_nonfinite=skip")
     LOGGER.warning("%s; the step is skipped", fault)
     state.skip(loss)
 
 
-def _rates(tensor: str | None, config: Config, *, rotations: str) -> list[str]:
-    """Return the keys by which the parameter called `tensor` (None: any that is trained) takes smaller steps."""
+def _rates(tensor: str | None, config: Config, *, rotations: str, uses_length: bool) -> list[str]:
+    """Return the keys by which the parameter called `tensor` (None: any that is trained) takes smaller steps.
+
+    Args:
+        rotations: what names of rotations begin with.
+        uses_length: whether a rotation's step depends on the length of its gradient.
+    """
     rotates = config.rotation.learned if tensor is None else tensor.startswith(rotations)
     weighs = config.train.params is not Trainable.rotations if tensor is None else not rotates
     rates = {"optimizer.lr": rotates, f"adamw.{config.train.params.rate}": weighs}
-    clipped = weighs or (rotates and config.optimizer.uses_gradient_length)
+    clipped = weighs or (rotates and uses_length)
     rates["train.max_grad_norm"] = clipped and config.train.max_grad_norm is not None
     return [key for key, acts in rates.items() if acts]
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
-from transformers import get_scheduler
 
 from rotexp.config.schema import Config
 from rotexp.config.targets import build
+from rotexp.optim.protocol import ManifoldOptimizer
 from rotexp.training.options import AdamWConfig
+from rotexp.training.schedulers import scheduler_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter, beside its count of steps."""
@@ -31,18 +32,16 @@ class Optimizers:
     def __init__(self, rotations: Mapping[str, Tensor], weights: Mapping[str, Tensor], config: Config) -> None:
         """Take what is trained, by name: rotations, and weights (DTensors, tensors, or a master's shard)."""
         self._names = {parameter: name for name, parameter in (*rotations.items(), *weights.items())}
-        self.rotations = _on_the_manifold(rotations, config) if rotations else None
+        self.rotations: ManifoldOptimizer | None = _on_the_manifold(rotations, config) if rotations else None
         self.weights = adamw(weights, config.adamw, rate=config.train.params.rate) if weights else None
-        self._both = [optimizer for optimizer in (self.rotations, self.weights) if optimizer is not None]
-        self._schedulers = [
-            get_scheduler(
-                config.train.lr_schedule.name,
-                optimizer,
-                num_warmup_steps=config.train.warmup_steps,
-                num_training_steps=config.train.steps,
-            )
-            for optimizer in self._both
-        ]
+        self._both: list[Any] = [optimizer for optimizer in (self.rotations, self.weights) if optimizer is not None]
+        self._schedulers = [scheduler_of(optimizer, config.train) for optimizer in self._both]
+        self._scheduled = 0
+
+    @property
+    def uses_gradient_length(self) -> bool:
+        """Whether a longer gradient of a rotation makes another step."""
+        return bool(getattr(self.rotations, "uses_gradient_length", True))
 
     def step(self) -> None:
         """Move everything that has a gradient."""
@@ -55,6 +54,7 @@ class Optimizers:
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # where a step is skipped
             for scheduler in self._schedulers:
                 scheduler.step()
+        self._scheduled += 1
 
     def zero_grad(self) -> None:
         """Forget every gradient."""
@@ -82,23 +82,19 @@ class Optimizers:
 
     def facts(self) -> dict[str, Any]:
         """Return the rest of their state, as JSON has it."""
-        steps = {name: state["step"] for name, state in self._states() if isinstance(state.get("step"), int)}
-        return {"steps": steps, "schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
+        numbers = {
+            name: {key: value for key, value in state.items() if isinstance(value, (bool, int, float))}
+            for name, state in self._states()
+        }
+        return {"numbers": {name: held for name, held in numbers.items() if held}, "scheduled": self._scheduled}
 
     def load_facts(self, facts: Mapping[str, Any]) -> None:
-        """Take over what `facts` returned; the learning rates follow the present schedule."""
+        """Take over what `facts` returned, before the first step; the learning rates follow the present schedule."""
+        numbers, scheduled = _of_before(facts) if "steps" in facts else (facts["numbers"], facts["scheduled"])
         for name, state in self._states():
-            if name in facts["steps"]:
-                state["step"] = facts["steps"][name]
-        for optimizer, scheduler, saved in zip(self._both, self._schedulers, facts["schedulers"], strict=True):
-            scheduler.last_epoch = saved["last_epoch"]
-            scheduler._step_count = saved["_step_count"]
-            scheduler._last_lr = [
-                base * scale(scheduler.last_epoch)
-                for base, scale in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-            ]
-            for group, rate in zip(optimizer.param_groups, scheduler._last_lr, strict=True):
-                group["lr"] = rate
+            state.update(numbers.get(name, {}))
+        while self._scheduled < scheduled:
+            self.schedule()
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for optimizer in self._both:
@@ -107,12 +103,16 @@ class Optimizers:
                     yield self._names[parameter], optimizer.state[parameter]
 
 
-def _on_the_manifold(rotations: Mapping[str, Tensor], config: Config) -> Any:
-    """Return the rotations' optimizer, its momentum there from the start, so that it can be loaded into."""
-    optimizer = build(config.optimizer, list(rotations.values()))
-    for group in optimizer.param_groups:
-        for rotation in group["params"] if group["momentum"] > 0.0 else ():
-            optimizer.state[rotation]["momentum_buffer"] = torch.zeros_like(rotation)
+def _of_before(facts: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return the numbers of a state, and how often rates were scheduled, as checkpoints had them at first."""
+    return {name: {"step": step} for name, step in facts["steps"].items()}, facts["schedulers"][0]["last_epoch"]
+
+
+def _on_the_manifold(rotations: Mapping[str, Tensor], config: Config) -> ManifoldOptimizer:
+    """Return the rotations' optimizer, its state there from the start, so that it can be loaded into."""
+    optimizer: ManifoldOptimizer = build(config.optimizer, list(rotations.values()))
+    for rotation in rotations.values():
+        optimizer.state[rotation] = optimizer.initial_state(rotation)
     return optimizer
 
 

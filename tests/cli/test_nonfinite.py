@@ -66,7 +66,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_its_checkpoint(faulty:
     assert "phase train: FloatingPointError: step 2: the gradient of" in line
     assert "is not finite (loss nan)" in line
     assert "; lower optimizer.lr, or go on by train.on_nonfinite=skip" in line
-    assert "warning: train.max_grad_norm=0.5 changes nothing: a step of optimizer.step_rule=angle" in ended.output
+    assert "warning: train.max_grad_norm=0.5 changes nothing: a step of optimizer=cayley_sgd" in ended.output
     assert ended.summary["status"] == "failed"
     assert [row["step"] for row in ended.steps] == [1]
     assert [path.name for path in ended.folder.glob("checkpoints/step-*")] == ["step-00000001"]

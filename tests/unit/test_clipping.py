@@ -101,8 +101,10 @@ def test_rotations_alone_are_left_as_they_are_where_their_length_means_nothing(c
 def test_advice_names_the_rate_of_the_parameter_it_is_about(
     params: str, rule: str, tensor: str | None, keys: list[str]
 ) -> None:
-    config = Config(optimizer=CayleySGDOptions(step_rule=StepRule[rule]))
+    options = CayleySGDOptions(step_rule=StepRule[rule])
+    config = Config(optimizer=options)
     config = replace(config, train=replace(config.train, params=Trainable[params]))
-    assert _rates(tensor, config, rotations="bank.") == keys
+    assert _rates(tensor, config, rotations="bank.", uses_length=options.uses_gradient_length) == keys
     unclipped = replace(config, train=replace(config.train, max_grad_norm=None))
-    assert _rates(tensor, unclipped, rotations="bank.") == [key for key in keys if key != "train.max_grad_norm"]
+    found = _rates(tensor, unclipped, rotations="bank.", uses_length=options.uses_gradient_length)
+    assert found == [key for key in keys if key != "train.max_grad_norm"]

@@ -69,7 +69,7 @@ def test_a_teacher_has_what_the_checkpoint_has() -> None:
 
 
 def test_a_bank_is_kept_with_its_start_and_its_best() -> None:
-    found = static_bytes([], bank=Bank(bytes=64, trained_bytes=48, momentum=True), ema=True)
+    found = static_bytes([], bank=Bank(bytes=64, trained_bytes=48, state_bytes=48), ema=True)
     assert (found.bank, found.bank_gradients, found.shadows, found.best) == (2 * 64 + 48, 48, 48, 64)
     assert static_bytes([], bank=Bank(bytes=64)).total == 2 * 64
 
