@@ -17,6 +17,11 @@ from rotexp.config.signatures import check_options
 from rotexp.errors.library import refused
 from rotexp.errors.requirements import require
 
+
+class NotGrantedError(ValueError):
+    """A part of the user's own whose module was not named by `plugins`."""
+
+
 OURS = ("rotexp.optim.", "rotexp.training.objectives.")
 """Prefixes of what `_target_` may name of rotexp's own."""
 
@@ -97,7 +102,11 @@ def check_target(component: Any, *, key: str, plugins: Sequence[str] = ()) -> No
     ours = f"a class of {' or '.join(prefix.rstrip('.') for prefix in OURS)}, or of a plug-in"
     root = target.partition(".")[0]
     remedy = "leave it as the option sets it" if root in ("rotexp", target) else f"type plugins=[{root}] if it is yours"
-    require(target.startswith(OURS) and name in _classes(module), f"{key}._target_", target, ours, remedy)
+    allowed = target.startswith(OURS) and name in _classes(module)
+    try:
+        require(allowed, f"{key}._target_", target, ours, remedy)
+    except ValueError as error:
+        raise (NotGrantedError if remedy.startswith("type") else ValueError)(str(error)) from None
     if isinstance(component, Component) and component.options:
         check_options(getattr(importlib.import_module(module), name), component.options, key=key, target=target)
 

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rotexp.config.composition import to_config
 from rotexp.config.own_parts import writable
 from rotexp.config.schema import Config
+from rotexp.config.targets import NotGrantedError
 from rotexp.files.reading import UnreadableError, read_yaml
 from rotexp.runfolder.layout import CONFIG_FILE, ROTATIONS_FILE, SUMMARY_FILE
 from rotexp.runfolder.records import read_summary
@@ -119,6 +120,8 @@ def read_config(folder: Path, where: str | None = None) -> Config:
             raise ValueError("it holds an interpolation")
         values = OmegaConf.create({key: value for key, value in plain.items() if key != "defaults"})
         return to_config(OmegaConf.merge(writable(Config), values))  # type: ignore[arg-type]
+    except NotGrantedError as error:
+        raise ValueError(f"{where}: names a part of your own ({error})") from None
     except (OmegaConfBaseException, ValueError) as error:
         reason = error.reason if isinstance(error, UnreadableError) else " ".join(str(error).split())
         raise ValueError(f"{where}: {file.name} is not the configuration of a run ({reason}); restore it") from None

@@ -28,6 +28,7 @@ ORDER = (
     "sweep",
     "launch",
     "experiment",
+    "testing",
     "tracking",
     "training",
     "metrics",
