@@ -13,7 +13,7 @@ from benchmarks import facts
 from benchmarks.step import synchronizer
 from benchmarks.timing import Spread, interleave, paired_ratios, repeat, spread
 from rotexp.orthogonal.hadamard import HadamardTransform, random_hadamard
-from rotexp.quant.fake import FakeQuantizer, search_clip_ratios
+from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
 
 COPY = "copy"
@@ -50,7 +50,7 @@ def quantizers(x: Tensor) -> Operations:
         **({f"tokens, groups of {GROUP_SIZE}": lambda: grouped(x)} if divides else {}),
         "weights, 4 bit, searched before": lambda: searched(x),
         "weights, with backward": with_backward(searched, x),
-        "weights, search alone": lambda: search_clip_ratios(x, spec=WEIGHTS),
+        "weights, search alone": lambda: searched.search(x),
         "torch per channel (peer)": torch_per_channel(x),
     }
 

@@ -1,1 +1,1 @@
-"""Fake quantization: what a quantizer is (`spec`) and the arithmetic that carries it out (`fake`)."""
+"""Fake quantization: what a quantizer is (`spec`), what a format of numbers says (`quantizer`), and what all share."""

@@ -10,17 +10,17 @@ ALLOWED_BITS = (2, 3, 4, 5, 6, 7, 8, OFF_BITS)
 
 @dataclass(frozen=True)
 class QuantSpec(Pluggable):
-    """How a tensor is quantized along its last dimension.
+    """How a tensor is quantized along its last dimension: to integers, or to the format that `_target_` names.
 
     Attributes:
-        bits: width of a code, 2 to 8; 16 leaves the tensor as it is.
-        symmetric: whether codes are signed with zero point 0 (True) or unsigned with a zero point (False).
+        bits: width of an integer, 2 to 8; 16 leaves the tensor as it is, unless `_target_` names a format.
+        symmetric: whether integers are signed with zero point 0 (True) or unsigned with a zero point (False).
         group_size: consecutive elements of the last dimension that share a scale. None means all of them: per channel
             for a weight `(out, in)`, per token for activations `(batch, tokens, hidden)`, per head and token for
             keys and values `(batch, heads, tokens, head_dim)`.
         clip_ratio: factor in (0, 1] on every group's range; values beyond the shrunken range are clipped.
         clip_search: whether each group's ratio is searched for the least squared error (for weights; see
-            `rotexp.quant.fake.search_clip_ratios`).
+            `rotexp.quant.clip_search`).
     """
 
     bits: int = OFF_BITS
@@ -32,19 +32,22 @@ class QuantSpec(Pluggable):
     @property
     def enabled(self) -> bool:
         """Whether the quantizer changes anything."""
-        return self.bits != OFF_BITS
+        return self.target is not None or self.bits != OFF_BITS
 
     @property
     def clips(self) -> bool:
-        """Whether values can lie outside the representable range."""
+        """Whether clip ratios shrink the representable range."""
         return self.clip_search or self.clip_ratio < 1.0
 
     @property
-    def code_range(self) -> tuple[int, int]:
-        """The lowest and the highest code."""
-        if self.symmetric:
-            return -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
-        return 0, 2**self.bits - 1
+    def label(self) -> str:
+        """What tables call it: the bits of integers, or the name of the format's class."""
+        return str(self.bits) if self.target is None else self.target.rpartition(".")[2]
+
+    @property
+    def setting(self) -> str:
+        """The option that says what values become, and its value, for messages."""
+        return f"bits={self.bits}" if self.target is None else f"_target_={self.target}"
 
     def validate(self, key: str) -> None:
         """Refuse values without a meaning.
@@ -55,6 +58,9 @@ class QuantSpec(Pluggable):
         Raises:
             ValueError: naming the key, the value, the allowed values and the remedy.
         """
+        if self.target is not None and (self.bits, self.symmetric) != (OFF_BITS, True):
+            of_integers = f"bits={self.bits}" if self.bits != OFF_BITS else "symmetric=false"
+            raise ValueError(f"{key}.{of_integers}: has no effect with {key}.{self.setting}; leave it out")
         if self.bits not in ALLOWED_BITS:
             raise ValueError(f"{key}.bits={self.bits} is not one of {ALLOWED_BITS}; set {OFF_BITS} to switch it off")
         if self.group_size is not None and self.group_size < 1:

@@ -13,6 +13,7 @@ from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation
 from rotexp.rotation.mode import Mode
+from rotexp.rotation.quantizers import fake_quantizer
 from rotexp.sharding.local_rows import local_rows
 
 
@@ -42,8 +43,9 @@ class RotatedExperts(nn.Module):
         self.down_proj: nn.Parameter = experts.down_proj
         self.act_fn = experts.act_fn
         self.mode = mode
-        self.weight_quantizers = {"gate_up_proj": FakeQuantizer(weights), "down_proj": FakeQuantizer(weights)}
-        self.input_quantizer = FakeQuantizer(activations)
+        names = ("gate_up_proj", "down_proj")
+        self.weight_quantizers = {name: fake_quantizer(weights, key="quant.weights") for name in names}
+        self.input_quantizer = fake_quantizer(activations, key="quant.activations")
         self.residual = residual
         self.online: HadamardTransform | None = None
         self._unbaked = online

@@ -21,7 +21,6 @@ from rotexp.models.arch import (
 )
 from rotexp.models.sharing import shared_parameters
 from rotexp.orthogonal.hadamard import HadamardTransform, hadamard_obstacle, largest_block
-from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.attention import Cache, cache_obstacle, place_cache
@@ -33,6 +32,7 @@ from rotexp.rotation.mode import Mode
 from rotexp.rotation.model import RotatedModel, check_width
 from rotexp.rotation.norms import norm_kinds, norm_readers
 from rotexp.rotation.options import RotationConfig
+from rotexp.rotation.quantizers import fake_quantizer
 from rotexp.rotation.shared_input import SharedInput
 from rotexp.rotation.start import drawing
 from rotexp.rotation.trial import Trial
@@ -244,8 +244,8 @@ class _Placer:
         return RotatedLinear(
             linear,
             mode=self.placed.mode,
-            weight_quantizer=FakeQuantizer(self.quant.weights if quantized else off),
-            input_quantizer=FakeQuantizer(self.quant.activations if quantized else off),
+            weight_quantizer=fake_quantizer(self.quant.weights if quantized else off, key="quant.weights"),
+            input_quantizer=fake_quantizer(self.quant.activations if quantized else off, key="quant.activations"),
             input_rotation=input_rotation,
             output_rotation=output_rotation,
             output_rows=output_rows,
@@ -305,12 +305,12 @@ class _Placer:
         if self.rotation.r3 is not False and self._wanted("r3", no_rotation or self._found("r3")):
             rotation = HadamardTransform(width)
         if self.quant.kv.enabled and obstacle:
-            raise ValueError(f"quant.kv.bits={self.quant.kv.bits}: cannot act: {obstacle}; choose a quant without kv")
+            raise ValueError(f"quant.kv.{self.quant.kv.setting}: cannot act: {obstacle}; choose a quant without kv")
         if rotation is not None:
             self.placed.online["R3"] = rotation.order
         if rotation is not None or self.quant.kv.enabled:
             check_width("quant.kv", self.quant.kv, width, where="keys and values")
-            cache = Cache(FakeQuantizer(self.quant.kv), mode=self.placed.mode, rotation=rotation)
+            cache = Cache(fake_quantizer(self.quant.kv, key="quant.kv"), mode=self.placed.mode, rotation=rotation)
             place_cache(self.model, [layer.get_submodule(self.spec.attention) for layer in layers], cache)
 
 

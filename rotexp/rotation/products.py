@@ -15,7 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rotexp.models.arch import ValueRows
-from rotexp.quant.fake import EncodedTensor, FakeQuantizer, ratio_slopes, sum_groups
+from rotexp.quant.encoded import EncodedTensor
+from rotexp.quant.fake import FakeQuantizer
+from rotexp.quant.grouping import sum_groups
+from rotexp.quant.quantizer import Grid
+from rotexp.quant.straight_through import ratio_slopes
 
 
 def rotated_linear(
@@ -32,7 +36,7 @@ def rotated_linear(
     """Return `x Q(Lᵀ W R)ᵀ + b`, rotating the weight; gradients reach x, W, b, R, L and learned clip ratios, once.
 
     For the backward pass it keeps x, the weight and the rotations, which others hold anyway, and of the quantized
-    weight either integer codes, a quarter of its float32 size, or nothing (as where clip ratios are learned).
+    weight either codes, a quarter of its float32 size, or nothing (as where clip ratios are learned).
 
     Args:
         x: (..., inputs), quantized already where it should be.
@@ -124,8 +128,9 @@ def _used_weight(
     """
     quantizer: FakeQuantizer = ctx.quantizer
     if encoded:
-        codes, scale, lowest, highest = encoded
-        return *EncodedTensor(codes, scale, lowest, highest, quantizer.clips).decode(dtype=weight.dtype), None
+        codes, *grid = encoded
+        kept = EncodedTensor(codes, Grid(*grid), quantizer.quantizer, quantizer.clips)
+        return *kept.decode(dtype=weight.dtype), None
     rotated = rotate_weight(weight, before=before, after=after, rows=ctx.rows)
     if not quantizer.spec.enabled:
         return rotated, None, None

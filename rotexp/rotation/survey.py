@@ -43,7 +43,7 @@ class RotationReport:
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """What happens at one module: shape of its weight, what it is to the residual stream, its rotations and bits."""
+    """What happens at one module: shape of its weight, what it is to the residual stream, its rotations and formats."""
 
     module: str
     shape: tuple[int, ...]
@@ -150,8 +150,8 @@ def _describe(name: str, shape: tuple[int, ...], role: str, consumer: Consumer |
     if consumer is None:
         return ModuleReport(name, shape, role)
     if isinstance(consumer, (RotatedLinear, RotatedExperts)):
-        bits = {kind: str(spec.bits) for kind, spec, _ in consumer.quantized_widths()}
-        return ModuleReport(name, shape, role, *consumer.sides, **bits)
+        formats = {kind: spec.label for kind, spec, _ in consumer.quantized_widths()}
+        return ModuleReport(name, shape, role, *consumer.sides, **formats)
     return ModuleReport(name, shape, role, *consumer.sides)
 
 

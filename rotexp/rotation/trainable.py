@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from rotexp.errors.wording import few_faults
+from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.scales import QuantizerScales
 from rotexp.rotation.experts import RotatedExperts
 from rotexp.rotation.linear import RotatedLinear
@@ -54,6 +55,7 @@ def _own_scales(model: RotatedModel) -> None:
         if isinstance(module, (RotatedLinear, RotatedExperts)):
             for own, quantizer in module.weight_quantizers.items():
                 if quantizer.spec.enabled:
+                    _check_learns(quantizer)
                     *outputs, width = module.get_parameter(own).shape
                     ratios = torch.ones(*outputs, quantizer.spec.num_groups(width))
                     quantizer.learned = scales.add(f"{name}.{own}", ratios)
@@ -64,6 +66,14 @@ def _own_scales(model: RotatedModel) -> None:
         )
     model.scales = scales
     model.network.register_module(SCALES, scales)
+
+
+def _check_learns(quantizer: FakeQuantizer) -> None:
+    if not quantizer.quantizer.learns_clip_ratio:
+        raise ValueError(
+            f"train.params=rotations_and_scales: quant.weights.{quantizer.spec.setting} has no scales that can be "
+            "learned; choose another quant, or train.params=rotations"
+        )
 
 
 @torch.no_grad()

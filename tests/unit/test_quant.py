@@ -14,8 +14,10 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from rotexp.quant import fake
-from rotexp.quant.fake import CLIP_RATIOS, FakeQuantizer, search_clip_ratios
+from rotexp.quant import clip_search
+from rotexp.quant.clip_search import CLIP_RATIOS
+from rotexp.quant.fake import FakeQuantizer
+from rotexp.quant.quantizer import Quantizer
 from rotexp.quant.spec import QuantSpec, nearest_divisors
 
 WIDTH = 24
@@ -272,7 +274,7 @@ def test_clip_search_agrees_with_brute_force(bits: int, symmetric: bool, group_s
     np.testing.assert_allclose(searched, errors.min(0), rtol=1e-5, atol=1e-12)
     assert np.all(searched <= errors[0] * (1 + 1e-5))
     np.testing.assert_array_equal(
-        search_clip_ratios(x, spec=spec), np.array(CLIP_RATIOS, dtype=np.float32)[errors.argmin(0)]
+        FakeQuantizer(spec).search(x), np.array(CLIP_RATIOS, dtype=np.float32)[errors.argmin(0)]
     )
 
 
@@ -286,17 +288,17 @@ def test_clip_search_helps_where_an_outlier_stretches_the_range() -> None:
 def test_clip_search_works_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = QuantSpec(4, group_size=8, clip_search=True)
     x = normal(50, WIDTH)
-    whole = search_clip_ratios(x, spec=spec)
+    whole = FakeQuantizer(spec).search(x)
     sizes: list[int] = []
-    search = fake._best_ratios
+    search = clip_search._best_ratios
 
-    def record(rows: Tensor, *, spec: QuantSpec) -> Tensor:
+    def record(rows: Tensor, *, quantizer: Quantizer) -> Tensor:
         sizes.append(rows.numel())
-        return search(rows, spec=spec)
+        return search(rows, quantizer=quantizer)
 
-    monkeypatch.setattr(fake, "_best_ratios", record)
-    monkeypatch.setattr(fake, "SEARCH_CHUNK_ELEMENTS", 203)
-    assert torch.equal(search_clip_ratios(x, spec=spec), whole)
+    monkeypatch.setattr(clip_search, "_best_ratios", record)
+    monkeypatch.setattr(clip_search, "SEARCH_CHUNK_ELEMENTS", 203)
+    assert torch.equal(FakeQuantizer(spec).search(x), whole)
     assert sizes == [200] * 6
 
 
@@ -306,7 +308,7 @@ def test_searched_ratios_are_kept_until_refreshed() -> None:
     quantizer = FakeQuantizer(spec)
     quantizer(first)
     assert not torch.equal(quantizer(second), FakeQuantizer(spec)(second))
-    for row, ratio in enumerate(search_clip_ratios(first, spec=spec)[:, 0].tolist()):
+    for row, ratio in enumerate(FakeQuantizer(spec).search(first)[:, 0].tolist()):
         assert torch.equal(quantizer(second)[row], FakeQuantizer(QuantSpec(3, clip_ratio=ratio))(second[row]))
     quantizer.refresh()
     assert torch.equal(quantizer(second), FakeQuantizer(spec)(second))

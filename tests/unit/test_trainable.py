@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from rotexp.config.schema import Config
 from rotexp.experiment.finished_model import build_finished, merge_finished
 from rotexp.models.options import ModelConfig, ModelSource
-from rotexp.quant.fake import search_clip_ratios
 from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.experts import RotatedExperts
@@ -248,7 +247,7 @@ def test_scales_start_as_the_searched_ratios_of_the_rotated_weights(name: str) -
     for module in model.rotated_modules:
         for own, quantizer in module.weight_quantizers.items():
             if quantizer.spec.enabled:
-                ratios = search_clip_ratios(module.merged()[own], spec=quantizer.spec)
+                ratios = quantizer.search(module.merged()[own])
                 assert quantizer.ratios is not None
                 assert torch.equal(quantizer.ratios, ratios)
 

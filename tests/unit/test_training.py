@@ -16,7 +16,7 @@ from rotexp.data.options import DataConfig
 from rotexp.metrics.flops import Utilization
 from rotexp.optim.options import CayleySGDConfig
 from rotexp.process.signals import StopRequest
-from rotexp.quant.fake import search_clip_ratios
+from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.linear import RotatedLinear
@@ -56,7 +56,7 @@ def test_clip_ratios_searched_for_other_rotations_are_forgotten(llama: Factory, 
     model, config, blocks, linears = measured(llama, rotated)
     before = [linear.weight_quantizer.clip_ratios for linear in linears]
     with model.mode.set(rotate=True, quantize=True), torch.no_grad():
-        expected = [search_clip_ratios(linear._rotated_weight(), spec=W4) for linear in linears]
+        expected = [FakeQuantizer(W4).search(linear._rotated_weight()) for linear in linears]
     trained_rows(model, config, blocks)
     assert config.quant.refresh_every > 1  # so that those of the first step are still there
     for linear, old, new in zip(linears, before, expected, strict=True):

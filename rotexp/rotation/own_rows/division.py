@@ -149,7 +149,7 @@ def _divided_weights(group: Any, sharding: ShardingConfig, communication: Commun
 
 
 def _own_rows(linear: RotatedLinear, ranks: Communication, *, within: bool) -> OwnRows:
-    quantizer = FakeQuantizer(linear.weight_quantizer.spec)
+    quantizer = FakeQuantizer(linear.weight_quantizer.spec, linear.weight_quantizer.quantizer)
     return OwnRows(quantizer, linear.input_rotation, linear.output_rotation, linear.output_rows, ranks, within)
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rotexp.models.arch import ValueRows
-from rotexp.quant.fake import EncodedTensor, FakeQuantizer
+from rotexp.quant.encoded import EncodedTensor
+from rotexp.quant.fake import FakeQuantizer
 from rotexp.rotation.bank import Rotation
 from rotexp.rotation.products import columns_gradient, rotate_columns, rotate_rows, rows_gradient
 from rotexp.sharding.communication import Communication

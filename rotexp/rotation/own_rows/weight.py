@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rotexp.quant.fake import EncodedTensor, FakeQuantizer
-from rotexp.quant.spec import QuantSpec
+from rotexp.quant.encoded import decode_into
+from rotexp.quant.fake import FakeQuantizer
 from rotexp.rotation.bank import Rotation
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.own_rows.rows import OwnRows
@@ -84,7 +84,7 @@ class DividedWeight:
         """Return this rank's part of what is gathered, and whether that is codes and scales."""
         quantized = self.mode.rotate and self.mode.quantize
         rows = self._rows()
-        gathered = _parts(self.own.encode(rows), self.own.quantizer.spec) if quantized else (rows,)
+        gathered = self.own.encode(rows).bounded() if quantized else (rows,)
         if len(gathered) != len(self._parameter.all_gather_outputs):
             self._parameter.all_gather_outputs = []  # FSDP2 would keep those of the other kind
         return gathered, quantized
@@ -104,7 +104,7 @@ class DividedWeight:
         with torch.autograd.grad_mode._unsafe_preserve_version_counter(weight):
             if metadata:
                 codes, scale = all_gather_outputs
-                _decode(codes, scale, weight)
+                decode_into(weight, codes, scale, quantizer=self.quantizer.quantizer)
             else:
                 weight.copy_(all_gather_outputs[0])
         for tensor in all_gather_outputs:
@@ -140,17 +140,3 @@ class DividedWeight:
         self._parameter.all_gather_outputs = []
         if hasattr(self._parameter, "_unsharded_param"):
             del self._parameter._unsharded_param
-
-
-def _parts(encoded: EncodedTensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """Return codes within the range, (rows, inputs) of the narrowest type, and their scales, (rows, groups)."""
-    codes = torch.unflatten(encoded.codes, -1, (encoded.scale.shape[-2], -1)).to(encoded.scale.dtype)
-    codes = torch.maximum(torch.minimum(codes, encoded.highest), encoded.lowest)
-    narrowest = torch.int8 if spec.symmetric or spec.bits < 8 else torch.int16
-    return codes.flatten(-2).to(narrowest), encoded.scale.squeeze(-1)
-
-
-def _decode(codes: Tensor, scale: Tensor, weight: Tensor) -> None:
-    """Write codes times scales into a weight."""
-    grouped = torch.unflatten(weight, -1, (scale.shape[-1], -1))
-    grouped.copy_(torch.unflatten(codes, -1, grouped.shape[-2:])).mul_(scale.unsqueeze(-1))
