@@ -2,8 +2,16 @@
 
 from rotexp.testing.objectives import check_objective
 from rotexp.testing.optimizers import check_optimizer
+from rotexp.testing.quantizers import check_quantizer
 from rotexp.testing.schedulers import check_scheduler
 from rotexp.testing.sources import check_data_source
 from rotexp.testing.starts import check_start
 
-__all__ = ["check_data_source", "check_objective", "check_optimizer", "check_scheduler", "check_start"]
+__all__ = [
+    "check_data_source",
+    "check_objective",
+    "check_optimizer",
+    "check_quantizer",
+    "check_scheduler",
+    "check_start",
+]

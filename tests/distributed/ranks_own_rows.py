@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "plugins" / "formats"))
 
 import torch
 import torch.distributed as dist

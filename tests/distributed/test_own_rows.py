@@ -18,12 +18,16 @@ pytestmark = pytest.mark.slow
 
 HIDDEN, INNER, KEYS, HEAD, LAYERS = 48, 56, 24, 12, 2
 BLOCKS = RotationConfig(r1=True, r2=True, r3=None, r4=True, block_size=4, init=ROTATION.init)
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+MXFP4 = QuantSpec(_target_="mxfp4.MXFP4", group_size=32)
 CASES: dict[int, dict[str, Case]] = {
     2: {
         "full": Case(accumulated=2, checkpointed=True),
         "zero2": Case(strategy=Strategy.zero2, refreshed=True),
         "w4a4": Case(activations=QuantSpec(4, symmetric=False), wire=500, distilled=True),
         "asymmetric": Case(weights=QuantSpec(4, symmetric=False, clip_ratio=0.9)),
+        "nf4": Case(weights=QuantSpec(_target_="nf4.NF4", group_size=8, clip_search=True)),
+        "mxfp4": Case(options=WIDE, weights=MXFP4, activations=MXFP4),
         "bf16": Case(sharding={"precision": Precision.bf16}),
     },
     4: {
@@ -40,7 +44,16 @@ CASES: dict[int, dict[str, Case]] = {
 }
 EVERY = [(size, name) for size, cases in CASES.items() for name in cases]
 EXACT = [case for case in EVERY if case[1] != "bf16"]
-WHOLE = [(2, "full"), (2, "zero2"), (2, "w4a4"), (2, "bf16"), (4, "full, own rows"), (4, "hybrid_zero2")]
+WHOLE = [
+    (2, "full"),
+    (2, "zero2"),
+    (2, "w4a4"),
+    (2, "nf4"),
+    (2, "mxfp4"),
+    (2, "bf16"),
+    (4, "full, own rows"),
+    (4, "hybrid_zero2"),
+]
 """The cases that are also trained on whole weights."""
 
 Found = dict[str, Any]
@@ -123,6 +136,8 @@ def test_mixed_precision_rounds_gradients_otherwise(results: Any) -> None:
     [
         (2, "full", 14),
         (2, "w4a4", 10),  # where bytes are dear, rows are not exchanged for columns: not for what writes the stream
+        (2, "nf4", 14),
+        (2, "mxfp4", 14),
         (4, "full", 14),
         (4, "full, own rows", 10),
         (4, "fused", 8),

@@ -23,6 +23,7 @@ ORDER = (
     "dashboard",
     "doctor",
     "report",
+    "testing",
     "comparison",
     "launch.command_line",
     "sweep",
@@ -65,7 +66,7 @@ ORDER = (
     "config.components",
     "errors",
 )
-COMMANDS = ORDER[: ORDER.index("comparison")]
+COMMANDS = ORDER[: ORDER.index("testing")]
 PURE = (("quant", "config.components", "errors"), ("optim", "orthogonal"), ("orthogonal",))
 Imports = dict[str, set[str]]
 

@@ -1,0 +1,283 @@
+"""Checks that a format of numbers keeps the contract of `rotexp.quant.quantizer`: `check_quantizer(MyFormat)`."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotexp.quant.fake import FakeQuantizer
+from rotexp.quant.quantizer import Grid, Quantizer, missing_members
+from rotexp.quant.spec import QuantSpec
+
+SIZE, COUNT = 16, 6
+"""Of a group, where the format takes any, and how many are checked at once."""
+
+DTYPES = (torch.float32, torch.float64)
+"""Those in which a format computes; values of narrower ones reach it as float32."""
+
+
+def check_quantizer(cls: Callable[..., Quantizer], **options: Any) -> None:
+    """Try a format on groups that are ordinary, zero, tiny, huge or not finite, and in every use that rotexp makes.
+
+    Args:
+        cls: the class that `_target_` names.
+        options: what is to stand beside `_target_`.
+
+    Raises:
+        AssertionError: a sentence that says what is violated.
+    """
+    quantizer = cls(**options)
+    name = getattr(cls, "__name__", str(cls))
+    missing = missing_members(quantizer)
+    _require(not missing, name, f"lacks {', '.join(missing)}; derive it from rotexp.quant.quantizer.Quantizer")
+    for check in _CHECKS:
+        for dtype in DTYPES:
+            _try(check, _Case(name, quantizer, dtype))
+
+
+class _Case:
+    """A format and the dtype of the values that it is tried on."""
+
+    def __init__(self, name: str, quantizer: Quantizer, dtype: torch.dtype) -> None:
+        self.name = name
+        self.quantizer = quantizer
+        self.dtype = dtype
+        self.size = quantizer.group_size or SIZE
+
+    @property
+    def spec(self) -> QuantSpec:
+        return QuantSpec(_target_=self.name, group_size=self.size)
+
+    @property
+    def fake(self) -> FakeQuantizer:
+        """The format as it is used, without clip ratios."""
+        return FakeQuantizer(self.spec, self.quantizer)
+
+    def groups(self, *, seed: int = 0) -> Tensor:
+        """Return groups `(COUNT, size)` of several magnitudes, with an outlier in the second."""
+        generator = torch.Generator().manual_seed(seed)
+        groups = torch.randn(COUNT, self.size, generator=generator, dtype=torch.float64)
+        groups[1, -1] = 20.0
+        return (groups * torch.logspace(-3, 2, COUNT, dtype=torch.float64)[:, None]).to(self.dtype)
+
+    def used(self, groups: Tensor, *, clip: float = 1.0) -> tuple[Grid, Tensor, Tensor]:
+        """Return grid, bounded codes and values of groups."""
+        clips = self.quantizer.clips or clip < 1.0
+        grid = self.quantizer.grid(groups, clip)
+        codes = self.quantizer.encode(groups, grid, clips=clips)
+        bounded = grid.clamp_(codes.clone())
+        return grid, codes, self.quantizer.decode(bounded.clone(), grid.scale)
+
+    def require_like(self, tensor: Tensor, groups: Tensor, part: str) -> None:
+        """Require shape and dtype of groups."""
+        shape = tuple(tensor.shape)
+        self.require(shape == groups.shape, f"{part} returns {shape} for groups of {tuple(groups.shape)}")
+        self.require(tensor.dtype == groups.dtype, f"{part} returns {tensor.dtype} for values of {groups.dtype}")
+
+    def require(self, holds: bool | Tensor, sentence: str) -> None:
+        _require(bool(holds), self.name, sentence)
+
+
+def _try(check: Callable[[_Case], None], case: _Case) -> None:
+    try:
+        check(case)
+    except AssertionError:
+        raise
+    except Exception as error:
+        rule = check.__name__.strip("_").replace("_", " ")
+        raise AssertionError(f"{case.name}: raises {error!r} for {case.dtype} (rule: {rule})") from error
+
+
+def _require(holds: bool, name: str, sentence: str) -> None:
+    if not holds:
+        raise AssertionError(f"{name}: {sentence}")
+
+
+def _shapes_and_dtypes(case: _Case) -> None:
+    groups, quantizer = case.groups(), case.quantizer
+    before = groups.clone()
+    grid = quantizer.grid(groups, 1.0)
+    for part, tensor in grid._asdict().items():
+        case.require(tensor.shape == (COUNT, 1), f"grid.{part} is {tuple(tensor.shape)}, not (..., groups, 1)")
+        case.require(tensor.dtype == case.dtype, f"grid.{part} is {tensor.dtype} for values of {case.dtype}")
+    codes = quantizer.encode(groups, grid, clips=quantizer.clips)
+    case.require_like(codes, groups, "encode")
+    case.require(torch.equal(groups, before), "grid or encode writes to the values that it is given")
+    case.require_like(quantizer.decode(grid.clamp_(codes), grid.scale), groups, "decode")
+
+
+def _codes_fit(case: _Case) -> None:
+    lowest, highest = case.quantizer.code_range
+    wide = torch.iinfo(torch.int16)
+    case.require(lowest < highest, f"code_range={(lowest, highest)} is empty")
+    case.require(wide.min < lowest and highest < wide.max, f"code_range={(lowest, highest)} does not fit int16")
+    grid, codes, _ = case.used(case.groups())
+    case.require((codes == codes.round()).all(), "encode returns codes that are not whole numbers")
+    inside = (grid.lowest >= lowest).all() and (grid.highest <= highest).all()
+    case.require(inside, f"grid has codes outside code_range={(lowest, highest)}")
+    if not case.quantizer.clips:
+        within = (codes >= grid.lowest).all() and (codes <= grid.highest).all()
+        case.require(within, "encode returns codes beyond the grid although clips=False")
+
+
+def _values_stay(case: _Case) -> None:
+    grid, _, values = case.used(case.groups())
+    codes = grid.clamp_(case.quantizer.encode(values, grid, clips=case.quantizer.clips))
+    again = case.quantizer.decode(codes, grid.scale)
+    case.require(torch.equal(again, values), "quantizing twice on the same grid changes values: decode(encode(x))")
+
+
+def _zeros_stay(case: _Case) -> None:
+    groups = case.groups()
+    groups[2] = 0.0
+    values = case.fake(groups)
+    case.require((values[2] == 0.0).all(), f"a group of zeros becomes {_some(values[2])}")
+    case.require(case.fake(groups * 1e-30).isfinite().all(), "groups of tiny values become NaN or infinite")
+
+
+def _poison_stays(case: _Case) -> None:
+    clean = case.groups()
+    expected = case.fake(clean)
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        groups = clean.clone()
+        groups[1, 3] = poison
+        for values in (case.fake(groups), case.fake.encode(groups)[1].decode(dtype=case.dtype)[0]):
+            case.require(torch.equal(values[[0, 2]], expected[[0, 2]]), f"{poison} in one group changes another")
+            case.require(not values[1].isfinite().all(), f"{poison} in a group does not show in its values")
+
+
+def _groups_are_apart(case: _Case) -> None:
+    groups = case.groups()
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    same = torch.equal(case.fake(groups[order]), case.fake(groups)[order])
+    case.require(same, "values depend on the order of groups, or on other groups")
+    alone = torch.cat([case.fake(group[None]) for group in groups])
+    case.require(
+        torch.equal(alone, case.fake(groups)), "values of a group depend on which others are quantized with it"
+    )
+
+
+def _columns_are_apart(case: _Case) -> None:
+    groups = case.groups()
+    grid, codes, values = case.used(groups)
+    clips = case.quantizer.clips
+    columns = torch.cat([case.quantizer.encode(column, grid, clips=clips) for column in groups.split(1, -1)], -1)
+    case.require(
+        torch.equal(columns, codes), "encode of one column at a time gives other codes than of the whole group"
+    )
+    parts = (case.quantizer.decode(column.clone(), grid.scale) for column in grid.clamp_(columns).split(1, -1))
+    case.require(torch.equal(torch.cat(list(parts), -1), values), "decode of one column at a time gives other values")
+
+
+def _is_deterministic(case: _Case) -> None:
+    groups = case.groups()
+    first, _, second = case.fake(groups), case.fake(case.groups(seed=1)), case.fake(groups)
+    case.require(torch.equal(first, second), "the same values are quantized differently the second time")
+
+
+def _any_shape(case: _Case) -> None:
+    rows = torch.cat([case.groups(seed=seed) for seed in range(4)]).reshape(6, 4 * case.size)
+    expected = case.fake(rows)
+    for shape in ((2, 3, -1), (3, 2, -1), (1, 6, -1)):
+        same = torch.equal(case.fake(rows.reshape(shape)), expected.reshape(shape))
+        case.require(same, f"a tensor of three dimensions, {tuple(rows.reshape(shape).shape)}, gives other values")
+    strided = case.fake(rows.T.contiguous().T)
+    case.require(torch.equal(strided, expected), "a tensor that is not contiguous gives other values")
+    case.require(case.fake(rows[:0]).shape == rows[:0].shape, "a tensor without rows is not taken")
+
+
+def _narrow_dtypes(case: _Case) -> None:
+    rows = case.groups().bfloat16()
+    expected = case.fake(rows.float()).bfloat16()
+    case.require(torch.equal(case.fake(rows), expected), "bfloat16 is not quantized as its values in float32 are")
+    grid, codes, values = case.used(case.groups())
+    narrow = case.quantizer.decode(grid.clamp_(codes).bfloat16(), grid.scale).bfloat16()
+    case.require(torch.equal(narrow, values.bfloat16()), "decode of codes in bfloat16 gives other values, once rounded")
+
+
+def _needs_no_gradient(case: _Case) -> None:
+    own = [value for value in vars(case.quantizer).values() if isinstance(value, (Tensor, nn.Module))]
+    tensors = [tensor for value in own for tensor in ([value] if isinstance(value, Tensor) else value.parameters())]
+    learned = any(tensor.requires_grad for tensor in tensors)
+    case.require(not learned, "holds a tensor that requires a gradient, and a format gets none")
+
+
+def _gradients(case: _Case) -> None:
+    groups = case.groups().requires_grad_()
+    (gradient,) = torch.autograd.grad(case.fake(groups).sum(), groups)
+    grid, codes, _ = case.used(groups.detach())
+    passes = codes == grid.clamp_(codes.clone())
+    case.require(torch.equal(gradient != 0, passes), "the gradient does not pass just where codes are in the range")
+    values, encoded = case.fake.encode(groups.detach())
+    decoded = encoded.decode(dtype=case.dtype)[0]
+    case.require(torch.equal(decoded, values), "the backward pass decodes other values than the forward pass gave")
+
+
+def _copies(case: _Case) -> None:
+    groups = case.groups()
+    for how, copied in (("copied", copy.deepcopy), ("pickled", _pickled)):
+        try:
+            values = copied(case.fake)(groups)
+        except Exception as error:
+            raise AssertionError(f"{case.name}: cannot be {how} ({error})") from error
+        case.require(torch.equal(values, case.fake(groups)), f"once {how}, it gives other values")
+
+
+def _pickled(quantizer: FakeQuantizer) -> FakeQuantizer:
+    copied: FakeQuantizer = pickle.loads(pickle.dumps(quantizer))
+    return copied
+
+
+def _clip_ratios(case: _Case) -> None:
+    quantizer, groups = case.quantizer, case.groups()
+    whole, half = quantizer.grid(groups, 1.0), quantizer.grid(groups, 0.5)
+    if not quantizer.takes_clip_ratio:
+        case.require(not quantizer.learns_clip_ratio, "learns clip ratios that it does not take")
+        return
+    case.require((half.scale != whole.scale).all(), "a clip ratio does not change scales; set takes_clip_ratio=False")
+    each = quantizer.grid(groups, torch.full((COUNT, 1), 0.5, dtype=case.dtype))
+    case.require(torch.allclose(each.scale, half.scale), "a ratio for each group acts otherwise than one for all")
+    grid, codes, _ = case.used(groups, clip=0.5)
+    beyond = (codes < grid.lowest) | (codes > grid.highest)
+    case.require(beyond.any(-1).all(), "encode shows by no code that a ratio of 0.5 clips, although clips=True")
+
+
+def _learned_ratios(case: _Case) -> None:
+    quantizer, groups = case.quantizer, case.groups()
+    if not quantizer.learns_clip_ratio:
+        return
+    grid, codes, values = case.used(groups)
+    half = quantizer.grid(groups, 0.5).scale
+    case.require(
+        torch.allclose(half, grid.scale / 2), "scales are not proportional to the clip ratio, so it cannot learn"
+    )
+    doubled = quantizer.decode(grid.clamp_(codes), 2 * grid.scale)
+    case.require(torch.allclose(doubled, 2 * values), "values are not proportional to the scale, so it cannot learn")
+
+
+def _some(values: Tensor) -> str:
+    return ", ".join(f"{value:g}" for value in values[:3].tolist()) + ", …"
+
+
+_CHECKS = (
+    _needs_no_gradient,
+    _shapes_and_dtypes,
+    _is_deterministic,
+    _codes_fit,
+    _values_stay,
+    _zeros_stay,
+    _poison_stays,
+    _groups_are_apart,
+    _columns_are_apart,
+    _any_shape,
+    _narrow_dtypes,
+    _gradients,
+    _copies,
+    _learned_ratios,
+    _clip_ratios,
+)
