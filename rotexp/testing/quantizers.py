@@ -166,11 +166,11 @@ def _columns_are_apart(case: _Case) -> None:
     groups = case.groups()
     grid, codes, values = case.used(groups)
     clips = case.quantizer.clips
-    columns = torch.cat([case.quantizer.encode(column, grid, clips=clips) for column in groups.split(1, -1)], -1)
+    columns = torch.cat([case.quantizer.encode(column, grid, clips=clips) for column in torch.split(groups, 1, -1)], -1)
     case.require(
         torch.equal(columns, codes), "encode of one column at a time gives other codes than of the whole group"
     )
-    parts = (case.quantizer.decode(column.clone(), grid.scale) for column in grid.clamp_(columns).split(1, -1))
+    parts = (case.quantizer.decode(column.clone(), grid.scale) for column in torch.split(grid.clamp_(columns), 1, -1))
     case.require(torch.equal(torch.cat(list(parts), -1), values), "decode of one column at a time gives other values")
 
 

@@ -24,12 +24,12 @@ ORDER = (
     "doctor",
     "report",
     "testing",
+    "face",
     "comparison",
     "launch.command_line",
     "sweep",
     "launch",
     "experiment",
-    "testing",
     "tracking",
     "training",
     "metrics",
@@ -166,8 +166,9 @@ def test_only_the_entry_and_the_command_line_know_hydra() -> None:
     }
     requests = {"rotexp.inspect", "rotexp.experiment.evaluation_request", "rotexp.experiment.export_request"}
     reading = {"rotexp.config.own_parts", "rotexp.config.composition", "rotexp.runfolder.finished_run"}
-    assert users_of("hydra") == command_line
-    assert users_of("omegaconf") <= command_line | requests | reading
+    from_python = {"rotexp.face.configs"}
+    assert users_of("hydra") == command_line | from_python
+    assert users_of("omegaconf") <= command_line | from_python | requests | reading
 
 
 def test_only_tracking_knows_wandb() -> None:
