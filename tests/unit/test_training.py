@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 
 from rotexp.config.schema import COMPONENTS, Config
 from rotexp.data.blocks import BlockSampler
 from rotexp.data.options import DataConfig
 from rotexp.metrics.flops import Utilization
 from rotexp.optim.options import CayleySGDConfig
-from rotexp.process.signals import StopRequest
+from rotexp.process.signals import Interrupted, StopRequest
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
@@ -86,24 +89,30 @@ def simulating(sim_world: int | None, *, steps: int = 2) -> Config:
     )
 
 
-def trained_rows(model: Any, config: Config, blocks: Any, **given: Any) -> list[dict[str, float]]:
-    """Train a model, and return the logged rows."""
+def trained_rows(
+    model: Any, config: Config, blocks: Any, *, parts: int = 1, hooks: dict[str, Any] | None = None, **given: Any
+) -> list[dict[str, float]]:
+    """Train a model, each step in so many parts, and return the logged rows."""
     train_also(model, config.train.params)
     communication = Communication()
     rows: list[dict[str, float]] = []
+    between: dict[str, Any] = {
+        "log": lambda _step, row: rows.append(row),
+        "save": lambda: None,
+        "held_out_loss": lambda: 0.0,
+        "stop": StopRequest(),
+    }
     train(
         TrainingState(model, config, communication=communication),
         blocks,
         config,
-        accelerator=Accelerator(cpu=True),
+        accelerator=Accelerator(
+            cpu=True,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=parts, sync_with_dataloader=False),
+        ),
         communication=communication,
         teacher=None,
-        hooks=Hooks(
-            log=lambda _step, row: rows.append(row),
-            save=lambda: None,
-            held_out_loss=lambda: 0.0,
-            stop=StopRequest(),
-        ),
+        hooks=Hooks(**between | (hooks or {})),
         **given,
     )
     return rows
@@ -129,3 +138,35 @@ def test_a_step_logs_the_utilization_of_its_device_where_its_peak_is_known(llama
     assert row["throughput/mfu_pct"] == pytest.approx(100 * 3_000 * 32 / row["time/step_s"] / 1e6)
     (row,) = trained_rows(model, config, blocks, utilization=Utilization(3_000, peak=None))
     assert "throughput/mfu_pct" not in row
+
+
+def test_a_step_in_parts_is_the_step_at_once(llama: Factory, rotated: Factory) -> None:
+    whole = simulating(None, steps=3)
+    blocks = np.random.default_rng(0).integers(0, 61, (12, 8))
+    found: dict[int, list[dict[str, float]]] = {}
+    for parts in (1, 2, 4):
+        config = replace(whole, train=replace(whole.train, micro_batch_size=4 // parts))
+        model = rotated(llama(), config.rotation, QuantConfig())
+        found[parts] = trained_rows(model, config, blocks, parts=parts)
+    assert len(found[1]) == 3
+    for parts in (2, 4):
+        for key in ("train/loss", "train/tokens", "grad_norm/weights"):
+            assert [row[key] for row in found[parts]] == pytest.approx([row[key] for row in found[1]], rel=1e-5)
+
+
+def test_a_request_to_stop_ends_training_once_its_step_is_made_logged_and_saved(
+    llama: Factory, rotated: Factory
+) -> None:
+    config = simulating(None, steps=5)
+    blocks = np.random.default_rng(0).integers(0, 61, (20, 8))
+    model, stop, done = rotated(llama(), config.rotation, QuantConfig()), StopRequest(), []
+
+    def log(step: int, _row: dict[str, float]) -> None:
+        done.append(f"logged {step}")
+        if step == 2:
+            stop.handle(signal.SIGTERM, None)  # deferred, or it would raise here
+
+    hooks = {"log": log, "save": lambda: done.append("saved"), "stop": stop}
+    with pytest.raises(Interrupted, match=r"^interrupted by SIGTERM$"):
+        trained_rows(model, config, blocks, hooks=hooks)
+    assert done == ["logged 1", "logged 2", "logged 3", "saved"]
