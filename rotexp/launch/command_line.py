@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -131,12 +131,20 @@ def register(swept: Sequence[str] = ()) -> None:
     register_planning(swept)
     OmegaConf.register_new_resolver("unique", lambda: secrets.token_hex(2), use_cache=True, replace=True)
     store = ConfigStore.instance()
+    store.repo = Schemas(store.repo)
     store.store("schema", writable(Config))
     store.store("export_schema", writable(ExportConfig))
     store.store("evaluate_schema", writable(EvaluateConfig))
     for group, options in COMPONENTS.items():
         for name, schema in options.items():
             store.store(name, as_text_has_it(schema), group=f"schema/{group}")  # runs of before name one for each
+
+
+class Schemas(dict[str, Any]):
+    """What Hydra's store of schemas holds; Hydra copies it for each group that `--help` lists, and changes no copy."""
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Schemas:
+        return self
 
 
 def _check_command_line(vocabulary: Vocabulary) -> list[str]:
