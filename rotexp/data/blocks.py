@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from rotexp.data.chunks import pieces
+from rotexp.data.chunks import chunks
 from rotexp.errors.library import quiet_if_refused, refused
 
 TokenBlocks = NDArray[np.int64]
@@ -27,15 +27,15 @@ LONGEST_NAME = 60
 def cut(text: str, tokenizer: Any, *, length: int, rows: int, key: str, max_blocks: int | None = None) -> TokenBlocks:
     """Tokenize a text as one sequence, without special tokens, and cut it into blocks; what is left over is dropped.
 
-    A text longer than `PIECE_CHARACTERS` is tokenized piece by piece.
+    A text longer than `CHUNK_CHARACTERS` is tokenized chunk by chunk.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         length: tokens a block.
         rows: of the model's embedding; every token that is made must have one, also one that is dropped.
         key: the config key that named the text, for the error.
-        max_blocks: the first blocks alone, and no more pieces tokenized (and their tokens checked) than these take, so
-            of a text in one piece all of it (None: every block, and so every piece).
+        max_blocks: the first blocks alone, and no more chunks tokenized (and their tokens checked) than these take, so
+            of a text in one chunk all of it (None: every block, and so every chunk).
 
     Raises:
         ValueError: the text is shorter than one block, cannot be tokenized, or has a token without a row, as far as it
@@ -59,7 +59,7 @@ def cut(text: str, tokenizer: Any, *, length: int, rows: int, key: str, max_bloc
 
 
 def _tokenize(text: str, tokenizer: Any, *, key: str, enough: int | None) -> NDArray[np.int64]:
-    """Return the token ids (tokens,) of a text's pieces, of which no further ones are taken once these are enough.
+    """Return the token ids (tokens,) of a text's chunks, of which no further ones are taken once these are enough.
 
     A token to which the tokenizer gives no id has `NO_ID`.
 
@@ -67,8 +67,8 @@ def _tokenize(text: str, tokenizer: Any, *, key: str, enough: int | None) -> NDA
         ValueError: the tokenizer fails, or makes no token of a text that is not blank.
     """
     found: list[NDArray[np.int64]] = []
-    for piece in pieces(text):
-        found.append(_tokenize_piece(piece, tokenizer, key=key))
+    for chunk in chunks(text):
+        found.append(_tokenize_chunk(chunk, tokenizer, key=key))
         if enough is not None and sum(map(len, found)) >= enough:
             break
     token_ids = np.concatenate(found)
@@ -80,11 +80,11 @@ def _tokenize(text: str, tokenizer: Any, *, key: str, enough: int | None) -> NDA
     return token_ids
 
 
-def _tokenize_piece(piece: str, tokenizer: Any, *, key: str) -> NDArray[np.int64]:
-    """Return the token ids (tokens,) of one piece; what is written meanwhile is held back for no longer than it."""
+def _tokenize_chunk(chunk: str, tokenizer: Any, *, key: str) -> NDArray[np.int64]:
+    """Return the token ids (tokens,) of one chunk; what is written meanwhile is held back for no longer than it."""
     line = f"{key}: the tokenizer cannot read the text"
     with refused(lambda reason: f"{line} ({reason}); use the model's own tokenizer"), quiet_if_refused():
-        ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]
         return np.asarray([NO_ID if token_id is None else token_id for token_id in ids], dtype=np.int64)
 
 

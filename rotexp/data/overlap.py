@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rotexp.data.chunks import pieces
+from rotexp.data.chunks import chunks
 
 PASSAGE = 256
 """Shortest run of letters that counts as repeated wherever it begins: about 50 words of English. A power of two."""
@@ -114,7 +114,7 @@ def _covered_share(found: Sequence[Spans], length: int) -> float:
 
 def _folded(text: str) -> Iterator[str]:
     """Yield a text part by part, case-folded and in Unicode's form NFKC."""
-    for part in pieces(text, longest=CHUNK):
+    for part in chunks(text, longest=CHUNK):
         yield unicodedata.normalize("NFKC", part).casefold()
 
 

@@ -23,19 +23,19 @@ def flattened(tensor: Tensor, *, rows: Tensor | None = None) -> SplitVector:
     return SplitVector(tensor.numel(), [start] if len(rows) else [], [rows] if len(rows) else [])
 
 
-def divided(pieces: SplitVector, sizes: Mapping[str, int]) -> dict[str, SplitVector]:
-    """Cut pieces of vectors laid end to end into those of each, by name.
+def split_by_name(vector: SplitVector, sizes: Mapping[str, int]) -> dict[str, SplitVector]:
+    """Split one vector, of vectors laid end to end, into these, by name.
 
     Args:
         sizes: lengths, in the order in which the vectors lie.
     """
     ends = accumulate(sizes.values())
-    return {name: _between(pieces, end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
+    return {name: _between(vector, end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
 
-def _between(pieces: SplitVector, start: int, stop: int) -> SplitVector:
+def _between(vector: SplitVector, start: int, stop: int) -> SplitVector:
     offsets, tensors = [], []
-    for offset, tensor in zip(pieces.offsets, pieces.tensors, strict=True):
+    for offset, tensor in zip(vector.offsets, vector.tensors, strict=True):
         first, last = max(start, offset), min(stop, offset + len(tensor))
         if first < last:
             offsets.append(first - start)

@@ -1,7 +1,7 @@
 """States as flat mappings of names to shards: gathered whole on rank 0, spread from there, and compared by shape.
 
-A state's value is a DTensor (a shard of rows), a `Pieces` (pieces of a vector), or a plain tensor, which every rank
-holds alike. Every function takes all ranks, and its outcome is the same on all of them.
+A state's value is a DTensor (a shard of rows), a `SplitVector` (pieces of a vector), or a plain tensor, which every
+rank holds alike. Every function takes all ranks, and its outcome is the same on all of them.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from rotexp.metrics.options import OnDivergence
 from rotexp.rotation.bank import RotationBank
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.ema import ShardedEMA
-from rotexp.sharding.flat import divided
+from rotexp.sharding.flat import split_by_name
 from rotexp.sharding.local_rows import local_rows, reshard
 from rotexp.sharding.master import ZeRO2Master
 from rotexp.sharding.replicas import Divergence, compare, copy_first
@@ -175,8 +175,8 @@ class Coordinator:
         if self.master is None or self.master.shard.grad is None:
             return {}
         sizes = {name: shape.numel() for name, shape in self.master.layout.shapes.items()}
-        cut = divided(self.master.pieces(self.master.shard.grad), sizes)
-        return {name: any(map(_has_nonfinite, pieces.tensors)) for name, pieces in cut.items()}
+        parts = split_by_name(self.master.pieces(self.master.shard.grad), sizes)
+        return {name: any(map(_has_nonfinite, part.tensors)) for name, part in parts.items()}
 
     def _squared_weight_norm(self, gradients: list[Tensor]) -> Tensor:
         """Add up whole gradients once, and the shards of the others over all ranks (a collective if there are any)."""

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint asks to save and to load a flat state that holds `Pieces` beside tensors."""
+"""What torch.distributed.checkpoint asks to save and to load a flat state that holds `SplitVector` beside tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rotexp.sharding.state_dicts import State
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Writes what this rank holds: of a DTensor its rows, of a `Pieces` its pieces."""
+    """Writes what this rank holds: of a DTensor its rows, of a `SplitVector` its pieces."""
 
     def __init__(self, state: State, *, copied: bool) -> None:
         """Take what is to be written.

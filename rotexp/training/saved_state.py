@@ -80,7 +80,7 @@ class Checkpoints:
         What is written is what `tensors`, `facts` and the random states hold now, also where it is written later.
 
         Args:
-            tensors: DTensors, `Pieces`, and tensors that are the same on every rank, on any device.
+            tensors: DTensors, `SplitVector`, and tensors that are the same on every rank, on any device.
             facts: what else is kept, as JSON has it; rank 0's.
 
         Returns:

@@ -19,7 +19,7 @@ from rotexp.rotation.model import SCALES, RotatedModel
 from rotexp.rotation.placement import BANK
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.ema import MASTER, ShardedEMA
-from rotexp.sharding.flat import divided, flattened
+from rotexp.sharding.flat import flattened, split_by_name
 from rotexp.sharding.local_rows import local_rows, reshard
 from rotexp.sharding.master import ZeRO2Master
 from rotexp.sharding.options import Strategy
@@ -219,7 +219,7 @@ class TrainingState:
     def _cut(self, pieces: SplitVector) -> dict[str, SplitVector]:
         """Return pieces of the master, or of what goes with it, by the names of its parameters."""
         assert self.master is not None
-        return divided(pieces, {name: shape.numel() for name, shape in self.master.layout.shapes.items()})
+        return split_by_name(pieces, {name: shape.numel() for name, shape in self.master.layout.shapes.items()})
 
     def _flat(self, key: str, tensor: Tensor | SplitVector) -> dict[str, Tensor | SplitVector]:
         """Return a tensor as pieces, those of the master by the names of its parameters."""

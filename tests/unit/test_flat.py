@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rotexp.sharding.flat import divided, flattened
+from rotexp.sharding.flat import flattened, split_by_name
 from rotexp.sharding.split_vector import SplitVector
 
 
@@ -30,7 +30,7 @@ def test_a_vector_is_cut_where_names_and_pieces_begin_and_end() -> None:
     """Of 13 numbers, rank 1 of 2 holds [3:6] and [9:12]; the names take 4, 0, 1 and 8 of them."""
     vector = torch.arange(13.0)
     pieces = SplitVector(13, [3, 9], [vector[3:6], vector[9:12]])
-    cut = divided(pieces, {"a": 4, "none": 0, "b": 1, "c": 8})
+    cut = split_by_name(pieces, {"a": 4, "none": 0, "b": 1, "c": 8})
     assert {name: (part.size, part.offsets) for name, part in cut.items()} == {
         "a": (4, [3]),
         "none": (0, []),
