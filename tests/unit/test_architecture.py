@@ -24,8 +24,8 @@ ORDER = (
     "doctor",
     "report",
     "testing",
-    "face",
     "comparison",
+    "face",
     "launch.command_line",
     "sweep",
     "launch",
@@ -190,7 +190,8 @@ def test_every_loose_module_is_a_command() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["rotexp.config.schema", "rotexp.launch.command_line", "rotexp.train", "rotexp.evaluate"]
+    "module",
+    ["rotexp.config.schema", "rotexp.launch.command_line", "rotexp.train", "rotexp.evaluate", "rotexp.face.run"],
 )
 def test_a_config_is_read_without_torch_or_transformers(module: str) -> None:
     code = f"import sys, {module}; print(*({{'torch', 'transformers', 'wandb', 'accelerate'}} & set(sys.modules)))"
