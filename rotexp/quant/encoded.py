@@ -42,7 +42,7 @@ class EncodedTensor(NamedTuple):
         codes = self._computed_codes()
         if not self.clips:
             return self.quantizer.decode(codes, self.grid.scale).flatten(-2).to(dtype), None
-        bounded = self.grid.clamp_(codes.clone())
+        bounded = self.grid.clamp(codes)
         passes = codes.eq_(bounded).flatten(-2)
         return self.quantizer.decode(bounded, self.grid.scale).flatten(-2).to(dtype), passes
 

@@ -56,6 +56,11 @@ class Grid(NamedTuple):
     lowest: Tensor
     highest: Tensor
 
+    def clamp(self, codes: Tensor) -> Tensor:
+        """Return codes `(..., groups, group_size)` bounded, in fresh memory."""
+        bounded = torch.maximum(codes, self.lowest)
+        return torch.minimum(bounded, self.highest, out=bounded)
+
     def clamp_(self, codes: Tensor, *, margin: int = 0) -> Tensor:
         """Bound codes `(..., groups, group_size)` in place, or to so many beyond those that have values."""
         # Tensor.clamp_ with tensor bounds is not vectorized on CPU and takes ten times as long.

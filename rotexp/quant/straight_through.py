@@ -24,7 +24,7 @@ class StraightThrough(Function):
         grid = quantizer.grid(grouped, clip)
         codes = quantizer.encode(grouped, grid, clips=clips)
         if clips and ctx.needs_input_grad[0]:
-            bounded = grid.clamp_(codes.clone())
+            bounded = grid.clamp(codes)
             # Comparing in place, in floating point, is vectorized on CPU; comparing into a bool tensor is not.
             ctx.save_for_backward(codes.eq_(bounded).bool().flatten(-2))
             codes = bounded

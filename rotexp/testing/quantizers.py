@@ -70,7 +70,7 @@ class _Case:
         clips = self.quantizer.clips or clip < 1.0
         grid = self.quantizer.grid(groups, clip)
         codes = self.quantizer.encode(groups, grid, clips=clips)
-        bounded = grid.clamp_(codes.clone())
+        bounded = grid.clamp(codes)
         return grid, codes, self.quantizer.decode(bounded.clone(), grid.scale)
 
     def require_like(self, tensor: Tensor, groups: Tensor, part: str) -> None:
@@ -211,7 +211,7 @@ def _gradients(case: _Case) -> None:
     groups = case.groups().requires_grad_()
     (gradient,) = torch.autograd.grad(case.fake(groups).sum(), groups)
     grid, codes, _ = case.used(groups.detach())
-    passes = codes == grid.clamp_(codes.clone())
+    passes = codes == grid.clamp(codes)
     case.require(torch.equal(gradient != 0, passes), "the gradient does not pass just where codes are in the range")
     values, encoded = case.fake.encode(groups.detach())
     decoded = encoded.decode(dtype=case.dtype)[0]
