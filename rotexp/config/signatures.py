@@ -45,9 +45,7 @@ def check_options(found: type[Any], options: Mapping[str, Any], *, key: str, tar
             )
     for name, parameter in named.items() if given is not None else ():
         if name not in options and parameter.default is parameter.empty:
-            raise ValueError(
-                f"{key}.{name}: has no value, and {target} has no default for it; write it beside _target_"
-            )
+            raise ValueError(f"{key}.{name}: has no value, which {target} needs; write it beside _target_")
     _check_types(found, options, key=key)
 
 
@@ -65,9 +63,8 @@ def _check_types(found: type[Any], options: Mapping[str, Any], *, key: str) -> N
             continue
         truth = isinstance(value, bool)  # which Python takes for a number
         if not any(isinstance(value, KINDS[kind][0]) and (truth <= (kind is bool)) for kind in allowed):
-            raise ValueError(
-                f"{key}.{option}={value}: must be {' or '.join(KINDS[kind][1] for kind in allowed)}; change it"
-            )
+            kinds = " or ".join(KINDS[kind][1] for kind in allowed)
+            raise ValueError(f"{key}.{option}={value}: must be {kinds}; change it or leave it out")
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

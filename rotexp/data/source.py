@@ -26,7 +26,6 @@ def fault_of_corpus(read: object) -> str:
     for name in ("calibration", "evaluation"):
         text = getattr(read, name)
         if not isinstance(text, str) or not text.strip():
-            return (
-                f"the {name} text that read() returned is {'empty' if isinstance(text, str) else type(text).__name__}"
-            )
+            found = "empty" if isinstance(text, str) else f"a {type(text).__name__}"
+            return f"the {name} text that read() returned is {found}"
     return ""

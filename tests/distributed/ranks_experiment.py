@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 import typing
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,11 +32,12 @@ def compose(overrides: list[str]) -> Any:
     from hydra import initialize_config_module
 
     from rotexp.config.composition import to_config
+    from rotexp.config.plugins import typed_plugins
     from rotexp.launch.command_line import register
 
     register()
     with initialize_config_module("rotexp.conf", version_base="1.3"):
-        return to_config(hydra_compose("config", [*SMALL, *overrides]))
+        return to_config(hydra_compose("config", [*SMALL, *overrides]), typed=typed_plugins(overrides))
 
 
 def run_experiments(cases: dict[str, list[str]], folder: str) -> dict[str, Any]:
@@ -50,6 +52,12 @@ def run_experiments(cases: dict[str, list[str]], folder: str) -> dict[str, Any]:
     threads = torch.get_num_threads()  # of this rank alone; a run would give every rank as many
     inputs = open_inputs(compose(next(iter(cases.values()))))  # text and model are the same in every case
     return {name: _run(overrides, inputs, Path(folder) / name, threads=threads) for name, overrides in cases.items()}
+
+
+def run_with_parts(cases: dict[str, list[str]], folder: str, parts: str) -> dict[str, Any]:
+    """Run each case as `run_experiments` does, where the folder `parts` holds a plug-in."""
+    sys.path.insert(0, parts)
+    return run_experiments(cases, folder)
 
 
 def run_with_unequal_threads(cases: dict[str, list[str]], folder: str) -> dict[str, Any]:
