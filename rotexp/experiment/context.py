@@ -24,7 +24,8 @@ from rotexp.sharding.communication import Communication
 from rotexp.sharding.strategies import precision_policy
 from rotexp.tracking.console import TrainingProgress
 from rotexp.tracking.phases import Phases
-from rotexp.tracking.tracker import Trackers, open_trackers
+from rotexp.tracking.recording import Trackers, open_trackers
+from rotexp.tracking.tracker import TrackedRun
 
 PHASES = ("load", "shard", "baseline", "prepare", "hadamard", "train", "average", "save", "merge", "evaluate")
 """The phases of a run, in their order; `average` is left out where no average is kept."""
@@ -68,9 +69,9 @@ class Record:
         self._mark = {} if simulated_world is None else {"sharding/sim_world": float(simulated_world)}
 
     @property
-    def run_id(self) -> str | None:
-        """What W&B calls the run; None when it does not mirror it."""
-        return self._trackers.run_id
+    def run_ids(self) -> dict[str, str]:
+        """What trackers call the run, by the name of each that says so."""
+        return self._trackers.run_ids
 
     def log(self, row: dict[str, float]) -> None:
         """Record metrics at the present step."""
@@ -166,14 +167,9 @@ def open_context(
 
 def _open_record(config: Config, folder: Path, taken_over: TakenOver, *, rank: int) -> Record:
     """Open the trackers, on the first rank, after dropping what was recorded past the step the run begins after."""
-    trackers = open_trackers(
-        config,
-        folder,
-        plain_config=to_plain(config),
-        rank=rank,
-        run_id=taken_over.run_id,
-        logged_to=truncate_metrics(folder, taken_over.step) if rank == 0 else -1,
-    )
+    logged_to = truncate_metrics(folder, taken_over.step) if rank == 0 else -1
+    run = TrackedRun(folder, to_plain(config), step=taken_over.step, logged_to=logged_to)
+    trackers = open_trackers(config.tracker, run, rank=rank, run_ids=taken_over.run_ids)
     return Record(trackers, step=taken_over.step, simulated_world=config.sharding.sim_world)
 
 

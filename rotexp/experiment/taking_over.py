@@ -29,7 +29,7 @@ class TakenOver:
     Attributes:
         beginning: the checkpoint, if there is one.
         step: the step after which the run begins.
-        run_id: the W&B run that goes on, if it is the run's own checkpoint.
+        run_ids: what its trackers called the run, if it is the run's own checkpoint.
         evaluation: figures of the untrained model that need not be measured again.
         phases: seconds and memory of the run's phases so far.
         step_seconds: how long a step took.
@@ -38,7 +38,7 @@ class TakenOver:
     def __init__(self, beginning: Beginning, config: Config, *, protocol: Mapping[str, Any]) -> None:
         self.beginning = beginning
         self.step = 0
-        self.run_id: str | None = None
+        self.run_ids: dict[str, str] = {}
         self.evaluation: dict[str, Any] = {}
         self.phases: dict[str, Any] | None = None
         self.step_seconds: float | None = None
@@ -62,7 +62,7 @@ class TakenOver:
         if self.beginning.own:
             self.phases = self._saved["phases"]
             self.step_seconds = self._saved["state"]["seconds"] / max(self.step, 1)
-            self.run_id = self._saved["tracker"]["run_id"]
+            self.run_ids = _run_ids(self._saved["tracker"])
             if self._same(MEASURED_BY) and self._saved["evaluation"]["protocol"] == self._protocol:
                 self.evaluation = self._saved["evaluation"]
 
@@ -108,3 +108,10 @@ class TakenOver:
         """Return whether the checkpoint has the present configuration in some groups, but for `evaluation.every`."""
         changed = {key for key in differences(self._saved["config"], self._config) if key != "evaluation.every"}
         return not any(key.partition(".")[0] in groups for key in changed)
+
+
+def _run_ids(saved: Mapping[str, Any]) -> dict[str, str]:
+    """Return the ids a checkpoint keeps; earlier ones kept W&B's alone."""
+    if "run_ids" in saved:
+        return dict(saved["run_ids"])
+    return {} if saved["run_id"] is None else {"wandb": saved["run_id"]}

@@ -160,7 +160,7 @@ def _facts(context: Context, state: TrainingState, sharded: Sharded) -> dict[str
         "evaluation": context.measurements.rows,
         "config": to_plain(context.config),
         "base": {"model": context.inputs.checkpoint.identity, "digest": sharded.weights},
-        "tracker": {"run_id": context.record.run_id},
+        "tracker": {"run_ids": context.record.run_ids},
         "versions": versions(),
     }
     kept: dict[str, Any] = finite(facts)

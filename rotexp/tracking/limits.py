@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rotexp.errors.requirements import require
-from rotexp.tracking.options import TrackerConfig, TrackerKind, WandbMode
+from rotexp.tracking.options import TrackerConfig, WandbMode
 
 LONGEST_NAME, LONGEST_JOB_TYPE, LONGEST_TAG = 128, 64, 64
 """In characters: of projects, runs, groups and ids; of job types; of tags."""
@@ -26,18 +26,13 @@ OWN_HISTORY = ("WANDB_RESUME_FROM", "WANDB_FORK_FROM")
 """Variables that would join a run to another's history, against the one in the run's folder."""
 
 
-def mirrors(tracker: TrackerConfig) -> bool:
-    """Return whether a run is mirrored to W&B."""
-    return tracker.kind is TrackerKind.wandb and tracker.mode is not WandbMode.disabled
-
-
 def check_tracker(tracker: TrackerConfig, environment: Mapping[str, str] = os.environ) -> None:
     """Refuse what W&B would refuse, by its library at once or by its server later, if the run is mirrored.
 
     Raises:
         ValueError: one line with the key or the variable, its value and what is allowed.
     """
-    if not mirrors(tracker):
+    if not tracker.mirrors_to_wandb:
         return
     for name in NAMES:
         _check_name(name, getattr(tracker, name), key=f"tracker.{name}")
@@ -60,7 +55,7 @@ def check_sweep(trackers: Sequence[TrackerConfig], environment: Mapping[str, str
         ValueError: they would.
     """
     run_id = environment.get("WANDB_RUN_ID")
-    if run_id is not None and any(mirrors(tracker) for tracker in trackers):
+    if run_id is not None and any(tracker.mirrors_to_wandb for tracker in trackers):
         raise ValueError(f"WANDB_RUN_ID={run_id}: would make one W&B run of all jobs; unset it, or set tracker=jsonl")
 
 

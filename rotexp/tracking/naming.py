@@ -33,6 +33,7 @@ def mirrored_config(plain: Mapping[str, Any]) -> dict[str, Any]:
     `sharding.by_model` names model and sharding together, for a panel groups its bars by one field alone.
     """
     named = {group: {"name": option_name(plain, group), **plain[group]} for group in NAMED_BY}
+    named["tracker"]["name"] = plain["tracker"]["kind"] or "wandb"  # which nobody had to choose
     named["sharding"]["by_model"] = f"{_model_name(plain)} {named['sharding']['name']}"
     return {**plain, **named}
 

@@ -26,9 +26,15 @@ class WandbMode(Enum):
 
 @dataclass(frozen=True)
 class TrackerConfig(Pluggable):
-    """Where metrics go beside `metrics.jsonl`."""
+    """Where metrics go beside `metrics.jsonl`.
 
-    kind: TrackerKind = TrackerKind.wandb
+    Attributes:
+        kind: what rotexp itself does (None: W&B, but nothing beside a tracker that `_target_` names); `wandb` beside
+            `_target_` feeds both.
+        mode, project, entity, run_name, group, job_type, tags: W&B's.
+    """
+
+    kind: TrackerKind | None = None
     mode: WandbMode = WandbMode.auto
     project: str = "rotexp"
     entity: str | None = None
@@ -36,3 +42,9 @@ class TrackerConfig(Pluggable):
     group: str | None = None
     job_type: str = "train"
     tags: list[str] = field(default_factory=list)
+
+    @property
+    def mirrors_to_wandb(self) -> bool:
+        """Whether a run is mirrored to W&B."""
+        chosen = self.kind is TrackerKind.wandb or (self.kind is None and self.target is None)
+        return chosen and self.mode is not WandbMode.disabled

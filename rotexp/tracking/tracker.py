@@ -1,89 +1,61 @@
-"""Where metrics go: the protocol of a tracker, and the one that feeds all others."""
+"""What a tracker is: the protocol that rotexp's own and the user's are written against, and what they are opened by."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from rotexp.config.schema import Config
-from rotexp.metrics.keys import check_keys
-from rotexp.runfolder.records import MetricsFile, read_metrics, revived
-from rotexp.tracking.options import TrackerKind, WandbMode
-
-if TYPE_CHECKING:
-    from rotexp.tracking.wandb import WandbMirror
+from rotexp.runfolder.records import read_metrics, revived
 
 
 class Tracker(Protocol):
-    """Takes the metrics of a run."""
+    """Takes the metrics of a run, on rank 0 alone, beside `metrics.jsonl`.
 
-    def log(self, row: Mapping[str, float], *, step: int) -> None:
-        """Record the metrics of a step; steps never decrease."""
+    Its class is called as `Class(run, **options)` with a `TrackedRun` and the options that stand beside `_target_`.
+    What it raises is said once and never ends the run; the calls after it are made all the same. The run waits for
+    every call: what takes long belongs on a thread of the tracker's own, and one that is left must be a daemon.
 
-    def finish(self, summary: Mapping[str, Any], *, exit_code: int) -> None:
-        """End the run with its end state."""
-
-
-class Trackers:
-    """Feeds several trackers, after checking that every metric is a defined one."""
-
-    def __init__(self, trackers: list[Tracker]) -> None:
-        self._trackers = trackers
-
-    def log(self, row: Mapping[str, float], *, step: int) -> None:
-        """Record the metrics of a step."""
-        check_keys(row)
-        for tracker in self._trackers:
-            tracker.log(row, step=step)
-
-    def finish(self, summary: Mapping[str, Any], *, exit_code: int) -> None:
-        """End the run."""
-        for tracker in self._trackers:
-            tracker.finish(summary, exit_code=exit_code)
-
-    @property
-    def run_id(self) -> str | None:
-        """What W&B calls the run; None when it does not mirror it."""
-        return next((found for tracker in self._trackers if (found := getattr(tracker, "run_id", None))), None)
-
-
-def _record_again(mirror: WandbMirror, folder: Path, earlier: Sequence[Path]) -> None:
-    """Let one offline run hold the whole history: send it the rows so far, and remove the runs that held them."""
-    for row in revived(read_metrics(folder)):
-        mirror.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
-    if mirror.complete():
-        for run in earlier:
-            shutil.rmtree(run, ignore_errors=True)
-
-
-def open_trackers(
-    config: Config,
-    folder: Path,
-    *,
-    plain_config: Mapping[str, Any],
-    rank: int,
-    run_id: str | None = None,
-    logged_to: int = -1,
-) -> Trackers:
-    """Open the trackers a config asks for, on rank 0; on other ranks nothing is recorded.
-
-    Args:
-        plain_config: the whole configuration as nested dicts.
-        run_id: the W&B run that a resumed run goes on with.
-        logged_to: the last step that W&B saw of it.
+    A tracker may have an attribute `run_id`, a text or None: what it calls the run. Checkpoints keep it, and a resumed
+    run's tracker is given it.
     """
-    if rank:
-        return Trackers([])
-    trackers: list[Tracker] = [MetricsFile(folder)]
-    if config.tracker.kind is TrackerKind.wandb and config.tracker.mode is not WandbMode.disabled:
-        from rotexp.tracking.wandb import WandbMirror, offline_runs
 
-        earlier = offline_runs(folder)
-        seen = -1 if earlier else logged_to
-        mirror = WandbMirror(config.tracker, folder, plain_config=plain_config, run_id=run_id, logged_to=seen)
-        if earlier:
-            _record_again(mirror, folder, earlier)
-        trackers.append(mirror)
-    return Trackers(trackers)
+    def log(self, row: Mapping[str, float], *, step: int) -> None:
+        """Record metrics of a step, or of a phase after it; steps never decrease, and one may have several rows.
+
+        Args:
+            row: values under keys that `rotexp.metrics.keys` defines, perhaps nan or infinite.
+        """
+
+    def finish(self, summary: Mapping[str, Any], *, exit_code: int) -> None:
+        """End the run: the last call, also of one that failed or was interrupted.
+
+        Args:
+            summary: what `summary.json` holds, or as much of it as there is; `status` says how the run ended.
+            exit_code: 0 where it is done, else 1.
+        """
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run that a tracker records.
+
+    Attributes:
+        folder: of the run.
+        plain_config: the whole configuration as nested dicts.
+        step: the step after which it begins: 0, or that of the checkpoint it is resumed from.
+        logged_to: the last step that an earlier session logged, -1 if none did; those after `step` come again.
+        run_id: what the tracker called the run in an earlier session.
+    """
+
+    folder: Path
+    plain_config: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 0
+    logged_to: int = -1
+    run_id: str | None = None
+
+    def history(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield the step and the metrics of every row of earlier sessions that the run goes on from."""
+        for row in revived(read_metrics(self.folder)):
+            yield row.pop("step"), row

@@ -127,6 +127,6 @@ def _is_run(folder: Path) -> bool:
 
 def _tracker(plain: dict[str, Any], mode: WandbMode) -> TrackerConfig:
     """Return the run's own tracker options, as far as this version knows them, but W&B in that mode."""
-    known = {field.name for field in fields(TrackerConfig)} - {"kind", "mode"}
+    known = {field.name for field in fields(TrackerConfig)} - {"kind", "mode", "_target_", "options"}
     options = {name: value for name, value in (plain.get("tracker") or {}).items() if name in known}
     return TrackerConfig(kind=TrackerKind.wandb, mode=mode, **options)

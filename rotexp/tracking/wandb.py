@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from rotexp.runfolder.records import finite
 from rotexp.tracking.limits import ONLINE
 from rotexp.tracking.naming import artifact_name, display_name, mirrored_config, place_in_group, tags
 from rotexp.tracking.options import TrackerConfig, WandbMode
+from rotexp.tracking.tracker import TrackedRun
 
 LOGGER = logging.getLogger(__name__)
 
@@ -212,6 +214,30 @@ def _send_files(run: Any, files: Sequence[Path]) -> None:
         for path in files:
             artifact.add_file(str(path.resolve()), policy="immutable", skip_cache=True)  # no copy outside the folder
         run.log_artifact(artifact)
+
+
+def open_mirror(run: TrackedRun, *, config: TrackerConfig) -> WandbMirror:
+    """Mirror a run; where earlier sessions recorded it offline, one offline run then holds its whole history."""
+    earlier = offline_runs(run.folder)
+    mirror = WandbMirror(
+        config,
+        run.folder,
+        plain_config=run.plain_config,
+        run_id=run.run_id,
+        logged_to=-1 if earlier else run.logged_to,
+    )
+    if earlier:
+        _record_again(mirror, run, earlier)
+    return mirror
+
+
+def _record_again(mirror: WandbMirror, run: TrackedRun, earlier: Sequence[Path]) -> None:
+    """Send the rows so far, and remove the runs that held them."""
+    for step, row in run.history():
+        mirror.log(row, step=step)
+    if mirror.complete():
+        for folder in earlier:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def resolve_mode(mode: WandbMode) -> str:

@@ -15,7 +15,6 @@ import yaml
 from damaged import damaged
 from safetensors.torch import save_file
 
-from rotexp.config.schema import Config
 from rotexp.files import folders
 from rotexp.files.reading import UnreadableError
 from rotexp.metrics.keys import METRICS, check_keys, find_metric
@@ -33,7 +32,8 @@ from rotexp.runfolder.records import (
 from rotexp.tracking import wandb as mirror
 from rotexp.tracking.naming import mirrored_config
 from rotexp.tracking.options import TrackerConfig, TrackerKind, WandbMode
-from rotexp.tracking.tracker import Trackers, open_trackers
+from rotexp.tracking.recording import Trackers, open_trackers
+from rotexp.tracking.tracker import TrackedRun
 from rotexp.tracking.upload import replay
 from rotexp.tracking.wandb import WandbMirror, resolve_mode
 
@@ -278,8 +278,7 @@ def test_a_series_is_summarized_by_what_tells_most_of_it_and_its_last(key: str, 
 
 @pytest.mark.parametrize(("rank", "names"), [(0, ["MetricsFile"]), (1, [])])
 def test_only_rank_0_records(tmp_path: Path, rank: int, names: list[str]) -> None:
-    config = Config(tracker=TrackerConfig(kind=TrackerKind.jsonl))
-    trackers = open_trackers(config, tmp_path, plain_config=PLAIN, rank=rank)
+    trackers = open_trackers(TrackerConfig(kind=TrackerKind.jsonl), TrackedRun(tmp_path, PLAIN), rank=rank)
     assert [type(tracker).__name__ for tracker in trackers._trackers] == names
     assert (tmp_path / "metrics.jsonl").exists() is (rank == 0)
     trackers.finish({}, exit_code=0)
@@ -287,8 +286,8 @@ def test_only_rank_0_records(tmp_path: Path, rank: int, names: list[str]) -> Non
 
 def test_a_disabled_mirror_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wandb, "init", lambda **_: pytest.fail("W&B was opened"))
-    config = Config(tracker=TrackerConfig(mode=WandbMode.disabled))
-    open_trackers(config, tmp_path, plain_config=PLAIN, rank=0).finish({}, exit_code=0)
+    config = TrackerConfig(mode=WandbMode.disabled)
+    open_trackers(config, TrackedRun(tmp_path, PLAIN), rank=0).finish({}, exit_code=0)
 
 
 class FakeRun:
@@ -470,7 +469,7 @@ def test_offline_runs_stay_where_not_all_of_them_could_be_recorded_again(
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
     for log, left in ((fail, True), (lambda: None, False)):
         monkeypatch.setattr(wandb, "init", lambda log=log, **_: FakeRun(log=log))
-        open_trackers(Config(tracker=OFFLINE), tmp_path, plain_config=PLAIN, rank=0).finish({}, exit_code=0)
+        open_trackers(OFFLINE, TrackedRun(tmp_path, PLAIN), rank=0).finish({}, exit_code=0)
         assert earlier.exists() is left
 
 
@@ -505,7 +504,7 @@ def test_the_other_trackers_get_every_row_while_the_mirror_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wandb, "init", lambda **_: FakeRun(log=fail))
-    trackers = open_trackers(Config(tracker=OFFLINE), tmp_path, plain_config=PLAIN, rank=0)
+    trackers = open_trackers(OFFLINE, TrackedRun(tmp_path, PLAIN), rank=0)
     for step in (1, 2):
         trackers.log({"train/loss": 1.0}, step=step)
     trackers.finish({}, exit_code=0)

@@ -40,8 +40,9 @@ from rotexp.tracking.naming import (
     tags,
 )
 from rotexp.tracking.options import TrackerConfig, TrackerKind, WandbMode
+from rotexp.tracking.recording import Trackers, open_trackers
 from rotexp.tracking.short_names import shortened
-from rotexp.tracking.tracker import Trackers, open_trackers
+from rotexp.tracking.tracker import TrackedRun
 from rotexp.tracking.upload import find_runs, replay
 from rotexp.tracking.wandb import WandbMirror
 
@@ -131,7 +132,7 @@ def recorded(folder: Path, config: Config, *, end: dict[str, Any] = END, steps: 
     folder.mkdir(exist_ok=True)
     plain = to_plain(config)
     (folder / "config.resolved.yaml").write_text(yaml.safe_dump({"defaults": ["schema"], **plain}))
-    trackers = open_trackers(config, folder, plain_config=plain, rank=0)
+    trackers = open_trackers(config.tracker, TrackedRun(folder, plain), rank=0)
     trackers.log({"eval/float/perplexity": 2.0, "time/load_s": 0.5}, step=0)
     for step in range(1, steps + 1):
         trackers.log({"train/loss": math.nan if step == 2 else 1 / step, "train/tokens": 8 * step}, step=step)
@@ -264,7 +265,7 @@ def test_an_offline_run_holds_group_names_config_metrics_table_and_artifact(home
     assert (run.project, run.entity, run.run_group, run.job_type) == ("p", "e", "g", "j")
     assert run.display_name == "tiny-w4a4-learned_r4-hybrid_zero2-universal-seed0-7"
     assert list(run.tags) == tags(to_plain(config))
-    assert trackers.run_id == run.run_id
+    assert trackers.run_ids == {"wandb": run.run_id}
     assert config_of(folder) == mirrored_config(to_plain(config))
 
     defined = {record.name: record for record in records(folder, "metric")}
@@ -321,20 +322,20 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run_and_its_steps_never_go_back
     config, folder = configured(), tmp_path / "run"
     plain = to_plain(config)
     folder.mkdir()
-    first = open_trackers(config, folder, plain_config=plain, rank=0)
+    first = open_trackers(config.tracker, TrackedRun(folder, plain), rank=0)
     for step in range(5):
         first.log({"train/loss": float(step)}, step=step)
     first.finish({"status": "interrupted"}, exit_code=1)
-    run_id = first.run_id
+    run_id = first.run_ids["wandb"]
     assert run_id
 
     assert truncate_metrics(folder, 2) == 4
-    again = open_trackers(config, folder, plain_config=plain, rank=0, run_id=run_id, logged_to=4)
+    again = open_trackers(config.tracker, TrackedRun(folder, plain, logged_to=4), rank=0, run_ids={"wandb": run_id})
     again.log({"time/load_s": 1.0}, step=2)
     for step in range(3, 7):
         again.log({"train/loss": float(step)}, step=step)
     again.finish({"status": "done"}, exit_code=0)
-    assert again.run_id == run_id
+    assert again.run_ids == {"wandb": run_id}
     assert len(list(folder.glob("wandb/offline-run-*"))) == 1  # it holds the whole history
     assert [run.run_id for run in records(folder, "run")] == [run_id]
     at_resuming = {"step": 2, "train/loss": 2, "time/load_s": 1}
@@ -371,10 +372,10 @@ def test_a_mirror_that_was_given_up_has_no_run(tmp_path: Path, monkeypatch: pyte
         raise RuntimeError("no")
 
     monkeypatch.setattr(wandb, "init", refuse)
-    trackers = open_trackers(configured(), tmp_path, plain_config=to_plain(configured()), rank=0)
-    assert trackers.run_id is None
+    trackers = open_trackers(configured().tracker, TrackedRun(tmp_path, to_plain(configured())), rank=0)
+    assert trackers.run_ids == {}
     trackers.finish({}, exit_code=0)
-    assert Trackers([]).run_id is None
+    assert Trackers([]).run_ids == {}
 
 
 def comparable(folder: Path) -> list[dict[str, Any]]:
