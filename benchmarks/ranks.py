@@ -32,10 +32,11 @@ from benchmarks.variants import (
 from rotexp.metrics.memory import peaks, reset_peaks
 from rotexp.optim.cayley_sgd import CayleySGD
 from rotexp.rotation.own_rows.division import dividing
+from rotexp.sharding.applying import shard
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.guard import UnshardGuard, install
-from rotexp.sharding.options import ShardingConfig, Strategy, SyncConfig, SyncMode
-from rotexp.sharding.strategies import shard
+from rotexp.sharding.options import ShardingConfig, SyncConfig, SyncMode
+from rotexp.sharding.strategies import strategy_of
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.objectives import CrossEntropy
 
@@ -138,7 +139,7 @@ def _sharded_step(
     model = rotated_model(network, quantizer)
     model.mode.rotate = model.mode.quantize = request.variant != LIMIT
     communication = Communication(rank=dist.get_rank(), world_size=dist.get_world_size(), device=workload.device)
-    sharding = ShardingConfig(Strategy[request.strategy])
+    sharding = ShardingConfig(request.strategy)
     shard(
         model.network,
         sharding,
@@ -147,7 +148,7 @@ def _sharded_step(
         device_type=workload.device.type,
         world_size=communication.world_size,
     )
-    model.keep_codes(not sharding.strategy.reshards_after_forward)
+    model.keep_codes(not strategy_of(sharding).reshards_after_forward)
     frozen = request.variant not in (LIMIT, WHOLE)
     division = stack.enter_context(dividing(model, sharding, communication=communication, frozen=frozen))
     coordinator = Coordinator(model.network, communication)

@@ -35,10 +35,11 @@ from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.own_rows.division import Division, dividing, may_divide
 from rotexp.rotation.trainable import start_scales
+from rotexp.sharding.applying import shard
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.local_rows import local_rows
-from rotexp.sharding.options import MINIMUM_WORLD, ShardingConfig, Strategy
-from rotexp.sharding.strategies import shard
+from rotexp.sharding.options import ShardingConfig
+from rotexp.sharding.strategies import STRATEGIES, strategy_of
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.objectives import Teacher
 from rotexp.training.options import EMAConfig, Trainable, TrainConfig
@@ -104,7 +105,7 @@ class MemoryRequest:
             objective=Component("ce", "rotexp.training.objectives.CrossEntropy"),
             train=TrainConfig(steps=STEPS, params=Trainable.all),
             ema=EMAConfig(self.ema_decay),
-            sharding=ShardingConfig(Strategy[self.strategy]),
+            sharding=ShardingConfig(self.strategy),
         )
 
 
@@ -198,7 +199,7 @@ def _shard(model: RotatedModel, config: Config, communication: Communication) ->
         device_type="cpu",
         world_size=communication.world_size,
     )
-    model.keep_codes(not config.sharding.strategy.reshards_after_forward)
+    model.keep_codes(not strategy_of(config.sharding).reshards_after_forward)
 
 
 def _prepare(
@@ -271,14 +272,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every strategy in the smallest world in which it is not trivial, and write the figures."""
     parser = facts.parser(__doc__, output="trained_memory.json", repetitions=1)
     parser.add_argument("--model", default="135m", choices=RANDOM_SIZES)
-    parser.add_argument("--strategies", nargs="+", default=list(Strategy.__members__), choices=Strategy.__members__)
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each rank's one block")
     options = parser.parse_args(arguments)
     rows = []
     for strategy in options.strategies:
-        for dtype in ("float32", "bfloat16") if Strategy[strategy] is Strategy.zero2_master else ("float32",):
+        for dtype in ("float32", "bfloat16") if STRATEGIES[strategy].splits_master else ("float32",):
             request = MemoryRequest(strategy, options.model, dtype, options.tokens)
-            by_rank = measure_world(request, world_size=MINIMUM_WORLD[Strategy[strategy]])
+            by_rank = measure_world(request, world_size=STRATEGIES[strategy].minimum_world)
             rows.append({"request": dataclasses.asdict(request), "by_rank": by_rank})
     facts.report(options.output, [table(rows)], {"trained_memory": rows})
 

@@ -22,7 +22,7 @@ class NotGrantedError(ValueError):
     """A part of the user's own whose module was not named by `plugins`."""
 
 
-OURS = ("rotexp.optim.", "rotexp.training.objectives.", "rotexp.tracking.")
+OURS = ("rotexp.optim.", "rotexp.training.objectives.", "rotexp.tracking.", "rotexp.sharding.")
 """Prefixes of what `_target_` may name of rotexp's own."""
 
 

@@ -6,7 +6,7 @@ from rotexp.config.schema import COMPONENTS, Config
 from rotexp.config.targets import check_target, components_of
 from rotexp.errors.requirements import require
 from rotexp.models.options import ModelDtype
-from rotexp.sharding.options import MINIMUM_WORLD, ShardingConfig, Strategy
+from rotexp.sharding.strategies import check_strategy_options, mesh_sizes, strategy_of
 from rotexp.training.options import Trainable
 
 
@@ -27,6 +27,8 @@ def validate(config: Config) -> None:
     require(bool(config.resume), "resume", config.resume, "auto, never or a folder", "leave it out")
     require(config.seed >= 0, "seed", config.seed, "0 or more", "choose another")
     require(config.seed < 2**32, "seed", config.seed, "below 2**32, as NumPy's generator wants it", "choose another")
+    for key, component in components_of(config):
+        check_target(component, key=key, plugins=config.plugins)
     config.model.validate()
     config.data.validate()
     config.quant.validate()
@@ -35,18 +37,17 @@ def validate(config: Config) -> None:
     config.train.validate()
     config.adamw.validate()
     config.ema.validate()
-    _validate_weights(config)
     config.evaluation.validate()
     config.metrics.validate()
     config.sweep.validate()
     config.sharding.validate()
+    check_strategy_options(config.sharding)
+    _validate_weights(config)
     config.sync_mode.validate()
     config.launch.validate()
     world = config.sharding.sim_world
     several = config.launch.nnodes > 1
     require(not several or world is None, "sharding.sim_world", world, "null on several nodes", "set launch.nnodes=1")
-    for key, component in components_of(config):
-        check_target(component, key=key, plugins=config.plugins)
     for group in COMPONENTS:
         if hasattr(component := getattr(config, group), "validate"):
             component.validate(group)
@@ -58,15 +59,15 @@ def validate_world(config: Config, *, world_size: int) -> None:
     Raises:
         ValueError: the strategy is trivial in that world, or the global batch cannot be split over it.
     """
-    strategy, batch = config.sharding.strategy, config.data.global_batch_size
-    minimum, simulated = MINIMUM_WORLD[strategy], config.sharding.sim_world
+    minimum, simulated = strategy_of(config.sharding).minimum_world, config.sharding.sim_world
+    batch = config.data.global_batch_size
     if simulated is not None:
         minimum = 1
         require(world_size == 1, "sharding.sim_world", simulated, "used in a world of one", "set launch.nproc=1")
     require(
         world_size >= minimum,
         "sharding.strategy",
-        strategy.name,
+        config.sharding.strategy,
         f"in a world of {minimum} or more ranks, not {world_size}",
         f"set launch.nproc={minimum} or more, or sharding=no_shard",
     )
@@ -88,33 +89,6 @@ def validate_world(config: Config, *, world_size: int) -> None:
         f"a divisor of {batch // ranks} (data.global_batch_size={batch} over {named})",
         "change one of them",
     )
-
-
-def mesh_sizes(sharding: ShardingConfig, *, world_size: int, ranks_per_node: int | None = None) -> tuple[int, int]:
-    """Return how many replicas there are, and over how many ranks each is split.
-
-    Args:
-        ranks_per_node: where known, the hybrids shard within a node.
-
-    Raises:
-        ValueError: `replicate` times `shard` is not the number of ranks.
-    """
-    strategy = sharding.strategy
-    if not strategy.two_dimensional:
-        return (world_size, 1) if strategy.keeps_weights_whole else (1, world_size)
-    replicate, shard = sharding.replicate, sharding.shard
-    if replicate is None and shard is None:
-        several_nodes = ranks_per_node is not None and 1 < ranks_per_node < world_size
-        shard = ranks_per_node if several_nodes else world_size // 2
-    replicate = replicate if replicate is not None else world_size // (shard or 1)
-    shard = shard if shard is not None else world_size // replicate
-    sizes = f"sharding.replicate={replicate} sharding.shard={shard}"
-    if replicate * shard != world_size or min(replicate, shard) < 2:
-        raise ValueError(
-            f"{sizes}: their product must be the {world_size} ranks and each at least 2 for sharding={strategy.name}; "
-            f"change them or launch.nproc, or use sharding=full"
-        )
-    return replicate, shard
 
 
 def _validate_learned(config: Config) -> None:
@@ -146,7 +120,7 @@ def _validate_weights(config: Config) -> None:
         "something else when quant.weights.bits=16, which has no scales",
         "set train.params=rotations, or another quant",
     )
-    master = config.sharding.strategy is Strategy.zero2_master
+    master = strategy_of(config.sharding).splits_master
     coarse = config.model.dtype in (ModelDtype.bfloat16, ModelDtype.float16)
     require(
         master or not (train.params.weights and coarse),

@@ -20,8 +20,8 @@ from rotexp.experiment.measurements import Measurements
 from rotexp.experiment.taking_over import TakenOver
 from rotexp.process.signals import StopRequest
 from rotexp.runfolder.records import truncate_metrics
+from rotexp.sharding.applying import precision_policy
 from rotexp.sharding.communication import Communication
-from rotexp.sharding.strategies import precision_policy
 from rotexp.tracking.console import TrainingProgress
 from rotexp.tracking.phases import Phases
 from rotexp.tracking.recording import Trackers, open_trackers

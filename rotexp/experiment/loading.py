@@ -12,10 +12,10 @@ from rotexp.metrics.static_memory import StaticBytes, predict
 from rotexp.models.materialize import materialize
 from rotexp.rotation.building import build_for_run
 from rotexp.rotation.model import RotatedModel, start_from_file
+from rotexp.sharding.applying import EffectiveSharding, shard
 from rotexp.sharding.digest import weights_digest
 from rotexp.sharding.guard import UnshardGuard, install
-from rotexp.sharding.options import Strategy
-from rotexp.sharding.strategies import EffectiveSharding, shard
+from rotexp.sharding.strategies import strategy_of
 from rotexp.tracking.console import StartUp, startup_panel
 from rotexp.training.batches import tokens_per_step
 from rotexp.training.coordinator import Coordinator
@@ -59,10 +59,10 @@ def shard_model(context: Context, model: RotatedModel, at_end: ExitStack) -> Sha
     if guard is not None:
         at_end.callback(guard.remove)
     _read_weights(context, model)
-    model.keep_codes(not config.sharding.strategy.reshards_after_forward)
+    model.keep_codes(not strategy_of(config.sharding).reshards_after_forward)
     Coordinator(model.network, context.communication).broadcast()
     digest = _digest(context, model) if config.train.steps else None
-    context.record.summary["sharding"] = {"strategy": config.sharding.strategy.name, "effective": asdict(effective)}
+    context.record.summary["sharding"] = {"strategy": config.sharding.strategy, "effective": asdict(effective)}
     context.messages.show(startup_panel(_start_up(context, model, effective)))
     static = _static_bytes(context, model) if config.train.steps else None
     if static is not None:
@@ -84,9 +84,10 @@ def _split(context: Context, model: RotatedModel) -> EffectiveSharding:
         world_size=context.communication.world_size,
         ranks_per_node=context.ranks_per_node,
     )
-    if config.sharding.strategy is Strategy.zero2_master and not config.train.params.weights:
+    if strategy_of(config.sharding).splits_master and not config.train.params.weights:
+        name = config.sharding.strategy
         context.messages.warn(
-            "sharding=zero2_master splits the master of trained weights, and none are trained: as no_shard"
+            f"sharding={name} splits the master of trained weights, and none are trained: as no_shard"
         )
     return effective
 
@@ -121,7 +122,7 @@ def _start_up(context: Context, model: RotatedModel, effective: EffectiveShardin
     return StartUp(
         model=context.inputs.checkpoint.identity,
         parameters=sum(weight.numel() for weight in model.network.parameters() if weight not in ours),
-        sharding=f"{config.sharding.strategy.name}: {effective.line()}{mark}",
+        sharding=f"{config.sharding.strategy}: {effective.line()}{mark}",
         devices=f"{world_size} x {context.device.type}",
         tokens_per_step=tokens_per_step(config, world_size=world_size),
         steps=config.train.steps - context.taken_over.step,

@@ -19,6 +19,7 @@ from rotexp.sharding.communication import Communication
 from rotexp.sharding.ema import ShardedEMA
 from rotexp.sharding.guard import installed
 from rotexp.sharding.local_rows import reshard
+from rotexp.sharding.strategies import strategy_of
 from rotexp.training.objectives import Teacher
 from rotexp.training.teacher import load_teacher, teacher_name
 
@@ -141,7 +142,8 @@ class Measurements:
 
     def _reusing(self, model: RotatedModel) -> AbstractContextManager[None]:
         """Quantize each weight once for all windows, where weights are whole."""
-        return model.reusing_weights() if self._config.sharding.strategy.keeps_weights_whole else nullcontext()
+        whole = strategy_of(self._config.sharding).keeps_weights_whole
+        return model.reusing_weights() if whole else nullcontext()
 
     def _record(self, row: str, quality: Quality) -> None:
         """Keep a variant's figures for the summary, and log them."""

@@ -17,7 +17,8 @@ from rotexp.launch.ending import LastResort, recorded
 from rotexp.launch.options import LaunchKind
 from rotexp.process.outer import adopt, is_first
 from rotexp.process.signals import StopRequest, interruptible, watched
-from rotexp.sharding.options import MINIMUM_WORLD, SyncMode
+from rotexp.sharding.options import SyncMode
+from rotexp.sharding.strategies import strategy_of
 
 
 def start(config: Config, folder: Path) -> int:
@@ -67,7 +68,7 @@ def choose_world_size(config: Config) -> int:
         return launch.nproc * launch.nnodes
     from torch.cuda import device_count
 
-    return launch.nnodes * (device_count() or -(-MINIMUM_WORLD[config.sharding.strategy] // launch.nnodes))
+    return launch.nnodes * (device_count() or -(-strategy_of(config.sharding).minimum_world // launch.nnodes))
 
 
 def check_machine(config: Config) -> None:
@@ -93,12 +94,11 @@ def _check_torch(config: Config) -> None:
         from rotexp.sharding.guard import check_torch
 
         check_torch(config.sync_mode.mode)
-    strategy = config.sharding.strategy
-    if not strategy.keeps_weights_whole:
+    if not strategy_of(config.sharding).keeps_weights_whole:
         from rotexp.sharding.fsdp_internals import DIVISION, TESTED, check_internals
 
         remedy = f"use sharding=no_shard, or torch {TESTED}, which is tested"
-        check_internals(DIVISION, key=f"sharding={strategy.name}", remedy=remedy)
+        check_internals(DIVISION, key=f"sharding={config.sharding.strategy}", remedy=remedy)
 
 
 def _run(config: Config, inputs: Any, folder: Path, *, world_size: int, stop: StopRequest) -> None:

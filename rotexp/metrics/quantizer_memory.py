@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from rotexp.config.schema import Config
 from rotexp.config.targets import build
-from rotexp.config.validation import mesh_sizes
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.own_rows.division import ShardedOver, may_divide, will_divide
-from rotexp.sharding.strategies import is_split, precision_policy
+from rotexp.sharding.applying import precision_policy, split_parameters
+from rotexp.sharding.strategies import mesh_sizes
 
 FP32_BYTES = 4
 GRID = 3
@@ -58,8 +58,9 @@ def _divided(
 ) -> Iterator[RotatedLinear]:
     if not may_divide(config, distills=build(config.objective).distills):
         return
+    split = split_parameters(model.network, model.units, config.sharding)
     for linear in model.rotated_modules:
-        if isinstance(linear, RotatedLinear) and is_split(linear.weight, config.sharding):
+        if isinstance(linear, RotatedLinear) and linear.weight in split:
             gathered = precision_policy(config.sharding).param_dtype or linear.weight.dtype
             where = ShardedOver(ranks, replicas, gathered.itemsize, device_type)
             if will_divide(linear, config.sharding, where):

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from rotexp.config.schema import Config
 from rotexp.config.targets import build
-from rotexp.config.validation import mesh_sizes
 from rotexp.metrics.quantizer_memory import FP32_BYTES, QuantizerBytes, quantizer_bytes
 from rotexp.models.arch import embedding_name, head_name
 from rotexp.optim.protocol import state_bytes
 from rotexp.rotation.model import RotatedModel
+from rotexp.sharding.applying import precision_policy, split_parameters
 from rotexp.sharding.buckets import shard_numel
-from rotexp.sharding.options import ShardingConfig, Strategy
-from rotexp.sharding.strategies import is_split, precision_policy
+from rotexp.sharding.options import ShardingConfig
+from rotexp.sharding.strategies import mesh_sizes, strategy_of
 
 NO_QUANTIZERS = QuantizerBytes()
 COPIES = 1
@@ -213,7 +213,7 @@ def predict(
     """
     ranks: dict[str, Any] = {"world_size": world_size, "ranks_per_node": ranks_per_node}
     _, shards = mesh_sizes(config.sharding, **ranks)
-    mastered = config.sharding.strategy is Strategy.zero2_master and config.train.params.weights
+    mastered = strategy_of(config.sharding).splits_master and config.train.params.weights
     buffers = [(buffer.numel() * buffer.element_size(), persistent) for buffer, persistent in _buffers(model.network)]
     return static_bytes(
         _weights(model, config.sharding),
@@ -231,17 +231,18 @@ def predict(
 
 
 def _weights(model: RotatedModel, sharding: ShardingConfig) -> list[Weight]:
-    """Describe every parameter that is no rotation, as `rotexp.sharding.strategies.shard` treats it."""
+    """Describe every parameter that is no rotation, as `rotexp.sharding.applying.shard` treats it."""
     ends = [name for name in (embedding_name(model.network), model.spec.positions, head_name(model.network)) if name]
     heads = {parameter for name in ends for parameter in model.network.get_submodule(name).parameters()}
     rotations, scales = set(model.bank.parameters()), model.unsharded
+    split = split_parameters(model.network, model.units, sharding) - scales
     return [
         Weight(
             rows=parameter.shape[:1].numel(),
             width=parameter.shape[1:].numel(),
             itemsize=parameter.element_size(),
             trained=parameter.requires_grad,
-            split=is_split(parameter, sharding) and parameter not in scales,
+            split=parameter in split,
             head=parameter in heads,
             taught=name not in model.added and name != model.untied and parameter not in scales,
         )
@@ -277,7 +278,7 @@ def _buffers(network: nn.Module) -> Iterator[tuple[Tensor, bool]]:
 
 def _gathered_itemsize(config: Config) -> int:
     """Return the bytes of a number of weights that are gathered and not freed before the backward."""
-    if config.sharding.strategy.reshards_after_forward:
+    if strategy_of(config.sharding).reshards_after_forward:
         return 0
     held: torch.dtype = getattr(torch, config.model.dtype.name)
     return (precision_policy(config.sharding).param_dtype or held).itemsize

@@ -18,32 +18,6 @@ class Dtype(Enum):
     float16 = "float16"
 
 
-class Strategy(Enum):
-    """How parameters are split over ranks."""
-
-    no_shard = "no_shard"
-    full = "full"
-    zero2 = "zero2"
-    zero2_master = "zero2_master"
-    hybrid = "hybrid"
-    hybrid_zero2 = "hybrid_zero2"
-
-    @property
-    def two_dimensional(self) -> bool:
-        """Whether parameters are split over one axis of ranks and replicated over another."""
-        return self in (Strategy.hybrid, Strategy.hybrid_zero2)
-
-    @property
-    def reshards_after_forward(self) -> bool:
-        """Whether gathered parameters are freed between forward and backward."""
-        return self in (Strategy.full, Strategy.hybrid)
-
-    @property
-    def keeps_weights_whole(self) -> bool:
-        """Whether every rank holds the whole weights, outside FSDP."""
-        return self in (Strategy.no_shard, Strategy.zero2_master)
-
-
 class Precision(Enum):
     """Presets of mixed precision: the dtype in which sharded parameters are gathered and computed with."""
 
@@ -62,8 +36,16 @@ class SyncMode(Enum):
     event = "event"
 
 
-MASTER_OPTIONS = ("bucket_mib", "sim_world")
-"""Options of `sharding` that only the ZeRO-2 master has."""
+ONE_DIMENSIONAL = ("null for a one-dimensional strategy", "use a hybrid")
+NO_MASTER = ("left out where no master is split", "use sharding=zero2_master")
+SPECIFIC = {
+    "replicate": ONE_DIMENSIONAL,
+    "shard": ONE_DIMENSIONAL,
+    "reshard_after_forward": ("null here", "use sharding=full or hybrid"),
+    "bucket_mib": NO_MASTER,
+    "sim_world": NO_MASTER,
+}
+"""Options that only some strategies take; what other strategies allow, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +53,7 @@ class ShardingConfig(Pluggable):
     """How parameters are split over ranks.
 
     Attributes:
+        strategy: one of rotexp's, or what tables and W&B call one of the user's own (by itself the name of its class).
         replicate, shard: sizes of the two axes of the hybrids (None: shard within a node, replicate over nodes; on one
             node two replicas).
         min_shard_size: parameters with fewer elements stay whole on every rank.
@@ -87,7 +70,7 @@ class ShardingConfig(Pluggable):
             and what is made of them are those of this one rank. Held-out figures take as long as in a world of one.
     """
 
-    strategy: Strategy = Strategy.no_shard
+    strategy: str = ""
     replicate: int | None = None
     shard: int | None = None
     min_shard_size: int = 0
@@ -103,12 +86,23 @@ class ShardingConfig(Pluggable):
     bucket_mib: int = 64
     sim_world: int | None = None
 
+    def __post_init__(self) -> None:
+        if not self.strategy:
+            name = "no_shard" if self.target is None else self.target.rpartition(".")[2]
+            object.__setattr__(self, "strategy", name)
+
+    def changed_options(self) -> set[str]:
+        """Return the names of options that have another value than by default, but for the strategy's own."""
+        usual, own = ShardingConfig(), ("strategy", "_target_", "options")
+        names = {option.name for option in dataclasses.fields(self) if option.name not in own}
+        return {name for name in names if getattr(self, name) != getattr(usual, name)}
+
     def ranks(self, world_size: int) -> int:
         """Return over how many ranks a global batch and the master are split, those of a simulated world included."""
         return self.sim_world or world_size
 
     def validate(self) -> None:
-        """Raise ValueError when an option cannot be used, whatever the other groups say."""
+        """Raise ValueError when an option cannot be used, whatever the strategy and the other groups say."""
         for name in ("min_shard_size", "forward_prefetch", "backward_prefetch"):
             value = getattr(self, name)
             require(value >= 0, f"sharding.{name}", value, "0 or more", "0 leaves it to FSDP2")
@@ -117,30 +111,11 @@ class ShardingConfig(Pluggable):
             require(
                 value is None or value >= 2, f"sharding.{name}", value, "at least 2 or null", "null decides by itself"
             )
-        if not self.strategy.two_dimensional:
-            for name in ("replicate", "shard"):
-                value = getattr(self, name)
-                require(value is None, f"sharding.{name}", value, "null for a one-dimensional strategy", "use a hybrid")
-        if not self.strategy.reshards_after_forward:
-            group = self.reshard_after_forward
-            require(group is None, "sharding.reshard_after_forward", group, "null here", "use sharding=full or hybrid")
         require(self.bucket_mib >= 1, "sharding.bucket_mib", self.bucket_mib, "at least 1", "the default is 64")
         world = self.sim_world
         require(
             world is None or world >= 2, "sharding.sim_world", world, "at least 2 or null", "null simulates nothing"
         )
-        if self.strategy.keeps_weights_whole:
-            used = {"strategy", *MASTER_OPTIONS} if self.strategy is Strategy.zero2_master else {"strategy"}
-            changed = [
-                option.name
-                for option in dataclasses.fields(self)
-                if option.name not in used and getattr(self, option.name) != getattr(ShardingConfig(), option.name)
-            ]
-            name = self.strategy.name
-            require(not changed, "sharding", name, f"without {', '.join(changed)}", "use another sharding")
-        elif any(getattr(self, name) != getattr(ShardingConfig, name) for name in MASTER_OPTIONS):
-            options = " and ".join(f"sharding.{name}" for name in MASTER_OPTIONS)
-            require(False, "sharding", self.strategy.name, f"without {options}", "use sharding=zero2_master")
 
 
 STATES = ("forward", "pre_backward", "post_backward", "idle")
@@ -158,14 +133,3 @@ class SyncConfig:
         """Raise ValueError when an option cannot be used, whatever the other groups say."""
         unknown = ", ".join(state for state in self.states if state not in STATES)
         require(not unknown, "sync_mode.states", unknown, f"of {', '.join(STATES)}", "name those to wait in")
-
-
-MINIMUM_WORLD = {
-    Strategy.no_shard: 1,
-    Strategy.full: 2,
-    Strategy.zero2: 2,
-    Strategy.zero2_master: 2,
-    Strategy.hybrid: 4,
-    Strategy.hybrid_zero2: 4,
-}
-"""The smallest world in which a strategy is not trivial."""

@@ -1,199 +1,206 @@
-"""Apply a sharding strategy to a model on the meta device, and read back what it did."""
+"""What a sharding strategy is, rotexp's own, and which one a configuration names; needs no torch."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection
+from typing import Protocol
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-
-from rotexp.config.validation import mesh_sizes
-from rotexp.sharding.options import Dtype, Precision, ShardingConfig, Strategy
-
-PRESETS = {
-    Precision.none: (None, None, None),
-    Precision.fp32: (torch.float32, torch.float32, torch.float32),
-    Precision.bf16: (torch.bfloat16, torch.float32, None),
-    Precision.fp16: (torch.float16, torch.float32, None),
-}
-"""Parameter, reduction and output dtype of each preset; None leaves them as they are."""
+from rotexp.config.targets import build
+from rotexp.errors.library import refused
+from rotexp.errors.requirements import require
+from rotexp.sharding.options import SPECIFIC, ShardingConfig
 
 
-@dataclass(frozen=True)
-class EffectiveSharding:
-    """What a strategy did, read back from the parameters.
+class Strategy(Protocol):
+    """Says which weights are split over which ranks; its class is called with the options beside `_target_`.
+
+    What is split is split by rows, by FSDP2; rotations never are. Every rank asks alike and must be answered alike.
 
     Attributes:
-        sharded, replicated, ignored: counts of parameters; the ignored ones are the rotations.
-        bytes_full, bytes_local: of the model, and of what this rank holds of it, rotations left out.
-        mesh: sizes of the mesh the shards lie on, empty when there are none.
+        minimum_world: the smallest world in which it does something, which `launch=auto` takes on a CPU.
+        takes: the fields of `sharding` that it alone knows what to do with, of `rotexp.sharding.options.SPECIFIC`.
+        keeps_weights_whole: whether every rank holds all weights, outside FSDP2.
+        reshards_after_forward: whether gathered weights are freed between forward and backward.
+        splits_master: whether weights that are trained have a float32 master, AdamW's moments and a reduced gradient
+            that are split over all ranks (`rotexp.sharding.master`); only of weights that are whole.
     """
 
-    sharded: int
-    replicated: int
-    ignored: int
-    bytes_full: int
-    bytes_local: int
-    mesh: tuple[int, ...]
+    minimum_world: int
+    takes: Collection[str]
+    keeps_weights_whole: bool
+    reshards_after_forward: bool
+    splits_master: bool
 
-    @property
-    def reduction(self) -> float:
-        """How many times less a rank holds than the whole model."""
-        return self.bytes_full / max(self.bytes_local, 1)
+    def validate(self, sharding: ShardingConfig) -> None:
+        """Raise ValueError when it cannot go with other options of `sharding`."""
 
-    def line(self) -> str:
-        """Return it as one line for people."""
-        mesh = f" over {' x '.join(map(str, self.mesh))} ranks" if self.mesh else ""
-        return (
-            f"{self.sharded} parameters sharded{mesh}, {self.replicated} replicated, {self.ignored} ignored; "
-            f"{self.bytes_local / 2**20:.1f} of {self.bytes_full / 2**20:.1f} MiB on this rank "
-            f"({self.reduction:.2f}x less)"
-        )
+    def mesh(self, sharding: ShardingConfig, *, world_size: int, ranks_per_node: int | None) -> tuple[int, int]:
+        """Return how many replicas there are, and over how many ranks each is split; their product is the world.
+
+        Args:
+            ranks_per_node: None where the launcher does not say.
+
+        Raises:
+            ValueError: there is none of that many ranks.
+        """
+
+    def shards_unit(self, index: int | None, *, num_units: int) -> bool:
+        """Return whether the weights of a unit are split: of embeddings, each decoder layer and the head, in order.
+
+        A weight that two units share is split if one of them is. `min_shard_size` leaves small weights whole anyway.
+
+        Args:
+            index: from 0, None of what lies outside of units, such as the last norm.
+        """
 
 
-def shard(
-    model: nn.Module,
-    config: ShardingConfig,
-    *,
-    units: Sequence[nn.Module],
-    ignored: set[nn.Parameter],
-    device_type: str,
-    world_size: int,
-    ranks_per_node: int | None = None,
-) -> EffectiveSharding:
-    """Shard a model by FSDP2: one unit for each of `units`, the rest in the root.
+class Sharding:
+    """What most strategies have in common: all weights, split over all ranks."""
+
+    minimum_world = 2
+    takes: Collection[str] = ()
+    keeps_weights_whole = False
+    reshards_after_forward = False
+    splits_master = False
+
+    def validate(self, sharding: ShardingConfig) -> None:
+        """Accept every option that it takes."""
+
+    def mesh(self, sharding: ShardingConfig, *, world_size: int, ranks_per_node: int | None) -> tuple[int, int]:  # noqa: ARG002 (the protocol's)
+        """Return one replica, split over all ranks."""
+        return 1, world_size
+
+    def shards_unit(self, index: int | None, *, num_units: int) -> bool:  # noqa: ARG002 (the protocol's)
+        """Return that every unit is split."""
+        return True
+
+
+class NoShard(Sharding):
+    """Every rank holds the whole model."""
+
+    minimum_world = 1
+    keeps_weights_whole = True
+
+    def mesh(self, sharding: ShardingConfig, *, world_size: int, ranks_per_node: int | None) -> tuple[int, int]:  # noqa: ARG002 (the protocol's)
+        """Return as many replicas as ranks."""
+        return world_size, 1
+
+
+class Full(Sharding):
+    """FSDP2 over all ranks; gathered weights are freed after each forward."""
+
+    takes = ("reshard_after_forward",)
+    reshards_after_forward = True
+
+
+class ZeRO2(Sharding):
+    """FSDP2 over all ranks; gathered weights stay until the backward."""
+
+
+class ZeRO2Master(NoShard):
+    """Whole weights; their float32 master, AdamW's moments and gradient are split over all ranks."""
+
+    minimum_world = 2
+    takes = ("bucket_mib", "sim_world")
+    splits_master = True
+
+
+class HybridZeRO2(Sharding):
+    """FSDP2 within groups of ranks, replicated over the groups; gathered weights stay until the backward."""
+
+    minimum_world = 4
+    takes: Collection[str] = ("replicate", "shard")
+
+    def mesh(self, sharding: ShardingConfig, *, world_size: int, ranks_per_node: int | None) -> tuple[int, int]:
+        """Return the sizes asked for; else groups are nodes, or two halves of one.
+
+        Raises:
+            ValueError: `replicate` times `shard` is not the number of ranks, or one of them is 1.
+        """
+        replicate, shard = sharding.replicate, sharding.shard
+        if replicate is None and shard is None:
+            several_nodes = ranks_per_node is not None and 1 < ranks_per_node < world_size
+            shard = ranks_per_node if several_nodes else world_size // 2
+        replicate = replicate if replicate is not None else world_size // (shard or 1)
+        shard = shard if shard is not None else world_size // replicate
+        if replicate * shard != world_size or min(replicate, shard) < 2:
+            raise ValueError(
+                f"sharding.replicate={replicate} sharding.shard={shard}: their product must be the {world_size} ranks "
+                f"and each at least 2 for sharding={sharding.strategy}; change them or launch.nproc, or use "
+                f"sharding=full"
+            )
+        return replicate, shard
+
+
+class Hybrid(HybridZeRO2):
+    """The same, but gathered weights are freed after each forward."""
+
+    takes = ("replicate", "shard", "reshard_after_forward")
+    reshards_after_forward = True
+
+
+STRATEGIES: dict[str, type[Sharding]] = {
+    "no_shard": NoShard,
+    "full": Full,
+    "zero2": ZeRO2,
+    "zero2_master": ZeRO2Master,
+    "hybrid": Hybrid,
+    "hybrid_zero2": HybridZeRO2,
+}
+"""Those that `sharding.strategy` names by itself."""
+
+
+def strategy_of(sharding: ShardingConfig) -> Strategy:
+    """Return the strategy that a checked configuration names."""
+    if sharding.target is None:
+        return STRATEGIES[sharding.strategy]()
+    own: Strategy = build(sharding)
+    return own
+
+
+def check_strategy_options(sharding: ShardingConfig) -> None:
+    """Check the strategy's name and options, and refuse options of other strategies.
+
+    Raises:
+        ValueError: there is no such strategy, it does not take an option, or its class does not work.
+    """
+    name, ours = sharding.strategy, ", ".join(STRATEGIES)
+    if sharding.target is None:
+        require(name in STRATEGIES, "sharding.strategy", name, f"one of {ours}", "choose one by sharding=NAME")
+    else:
+        free = f"another name than {ours} for {sharding.target}"
+        require(name not in STRATEGIES, "sharding.strategy", name, free, "leave it out")
+    with refused(lambda reason: f"sharding={name}: {sharding.target} does not work: {reason}"):
+        strategy = strategy_of(sharding)
+        takes, whole = {*strategy.takes}, strategy.keeps_weights_whole
+    _refuse_options_of_others(sharding, takes)
+    if whole:
+        changed = sharding.changed_options() - takes
+        require(not changed, "sharding", name, f"without {', '.join(sorted(changed))}", "use another sharding")
+    strategy.validate(sharding)
+
+
+def _refuse_options_of_others(sharding: ShardingConfig, takes: Collection[str]) -> None:
+    changed = sharding.changed_options()
+    for option, (allowed, remedy) in SPECIFIC.items():
+        unused = option in changed and option not in takes
+        require(not unused, f"sharding.{option}", getattr(sharding, option), allowed, remedy)
+
+
+def mesh_sizes(sharding: ShardingConfig, *, world_size: int, ranks_per_node: int | None = None) -> tuple[int, int]:
+    """Return how many replicas there are, and over how many ranks each is split.
 
     Args:
-        ignored: parameters that stay whole and outside FSDP (the rotations).
+        ranks_per_node: where known, the hybrids shard within a node.
 
     Raises:
-        ValueError: CPU offload is asked for where there is no accelerator to offload from.
-        RuntimeError: parameters are not split as the strategy says.
+        ValueError: the strategy has no mesh of that many ranks.
     """
-    # It warns of in-place operations on what a unit returns; there are none on the way to a causal model's logits.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    if not config.strategy.keeps_weights_whole:
-        sizes = mesh_sizes(config, world_size=world_size, ranks_per_node=ranks_per_node)
-        small = {parameter for parameter in model.parameters() if parameter.numel() < config.min_shard_size}
-        options: dict[str, Any] = {
-            "mesh": build_mesh(config.strategy, sizes, device_type=device_type),
-            "reshard_after_forward": config.reshard_after_forward or config.strategy.reshards_after_forward,
-            "mp_policy": precision_policy(config),
-            "offload_policy": _offload_policy(config, device_type=device_type),
-            "ignored_params": ignored | small,
-        }
-        for unit in _with_tied(units):
-            fully_shard(unit, **options)
-        fully_shard(model, **options)
-        _prefetch(units, config)
-    effective = read_back(model, ignored=ignored)
-    check_effective(model, config, ignored=ignored, world_size=world_size, ranks_per_node=ranks_per_node)
-    return effective
-
-
-def is_split(parameter: Tensor, config: ShardingConfig) -> bool:
-    """Return whether a parameter's rows are shared out, unless it is one that is ignored."""
-    return not config.strategy.keeps_weights_whole and parameter.numel() >= config.min_shard_size
-
-
-def build_mesh(strategy: Strategy, sizes: tuple[int, int], *, device_type: str) -> DeviceMesh:
-    """Return the mesh of a strategy: `shard`, or `replicate` by `shard`."""
-    if strategy.two_dimensional:
-        return init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device_type, sizes[1:], mesh_dim_names=("shard",))
-
-
-def precision_policy(config: ShardingConfig) -> MixedPrecisionPolicy:
-    """Return the preset of mixed precision with the fields that were set explicitly."""
-
-    def chosen(explicit: Dtype | None, preset: torch.dtype | None) -> torch.dtype | None:
-        return preset if explicit is None else getattr(torch, explicit.name)
-
-    param, reduce, output = PRESETS[config.precision]
-    return MixedPrecisionPolicy(
-        param_dtype=chosen(config.param_dtype, param),
-        reduce_dtype=chosen(config.reduce_dtype, reduce),
-        output_dtype=chosen(config.output_dtype, output),
-        cast_forward_inputs=config.cast_forward_inputs,
-    )
-
-
-def read_back(model: nn.Module, *, ignored: set[nn.Parameter]) -> EffectiveSharding:
-    """Count the model's parameters by what became of them."""
-    kept = [parameter for parameter in model.parameters() if parameter not in ignored]
-    sharded = [parameter for parameter in kept if isinstance(parameter, DTensor)]
-    local = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in kept]
-    return EffectiveSharding(
-        sharded=len(sharded),
-        replicated=len(kept) - len(sharded),
-        ignored=len(ignored),
-        bytes_full=sum(parameter.numel() * parameter.element_size() for parameter in kept),
-        bytes_local=sum(parameter.numel() * parameter.element_size() for parameter in local),
-        mesh=tuple(sharded[0].device_mesh.shape) if sharded else (),
-    )
-
-
-def check_effective(
-    model: nn.Module,
-    config: ShardingConfig,
-    *,
-    ignored: set[nn.Parameter],
-    world_size: int,
-    ranks_per_node: int | None = None,
-) -> None:
-    """Compare what the parameters say with what was asked for.
-
-    Raises:
-        RuntimeError: a parameter is whole that should be split, split that should be whole, or split otherwise.
-    """
-    replicate, shards = mesh_sizes(config, world_size=world_size, ranks_per_node=ranks_per_node)
-    mesh = (replicate, shards) if config.strategy.two_dimensional else (shards,)
-    for name, parameter in model.named_parameters():
-        wanted = is_split(parameter, config)
-        split = isinstance(parameter, DTensor)
-        if split != (wanted and parameter not in ignored):
-            state = "sharded" if split else "whole"
-            raise RuntimeError(f"sharding={config.strategy.name}: {name} is {state}, which was not asked for")
-        if isinstance(parameter, DTensor):
-            found = tuple(parameter.device_mesh.shape), parameter.placements[-1]
-            if found != (mesh, Shard(0)):
-                raise RuntimeError(f"sharding={config.strategy.name}: {name} lies on {found}, not on {mesh} by rows")
-
-
-def _offload_policy(config: ShardingConfig, *, device_type: str) -> OffloadPolicy:
-    if not config.cpu_offload:
-        return OffloadPolicy()
-    if device_type == "cpu":
-        raise ValueError("sharding.cpu_offload=true: must be false on a machine without accelerators; leave it out")
-    return CPUOffloadPolicy()
-
-
-def _with_tied(units: Sequence[nn.Module]) -> list[nn.Module | list[nn.Module]]:
-    """Put units that share a parameter (a tied embedding and head) into one."""
-    groups: list[list[nn.Module]] = []
-    for unit in units:
-        own = set(unit.parameters())
-        sharing = next((group for group in groups if own & set(group[0].parameters())), None)
-        if sharing is None:
-            groups.append([unit])
-        else:
-            sharing.append(unit)
-    return [group[0] if len(group) == 1 else group for group in groups]
-
-
-def _prefetch(units: Sequence[nn.Module], config: ShardingConfig) -> None:
-    """Chain what is gathered ahead; of units that were put into one, the first counts forward, the last backward."""
-    chain: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
-    if config.forward_prefetch:
-        for index, unit in reversed([*enumerate(chain)]):
-            unit.set_modules_to_forward_prefetch(chain[index + 1 : index + 1 + config.forward_prefetch])
-    if config.backward_prefetch:
-        for index, unit in enumerate(chain):
-            first = max(0, index - config.backward_prefetch)
-            unit.set_modules_to_backward_prefetch(chain[first:index][::-1])
+    strategy = strategy_of(sharding)
+    replicate, shard = strategy.mesh(sharding, world_size=world_size, ranks_per_node=ranks_per_node)
+    if replicate * shard != world_size or (strategy.keeps_weights_whole and shard != 1):
+        raise ValueError(
+            f"sharding={sharding.strategy}: its mesh of {replicate} x {shard} must be of the {world_size} ranks, and "
+            f"split nothing where weights are whole; change launch.nproc, or correct {sharding.target}"
+        )
+    return replicate, shard

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rotexp.config.schema import Config
 from rotexp.launch.options import LaunchKind
-from rotexp.sharding.options import MINIMUM_WORLD
+from rotexp.sharding.strategies import strategy_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -46,7 +46,7 @@ def with_share_of_threads(config: Config, *, accelerators: int, jobs_at_once: in
     launch = config.launch
     if launch.threads is not None or jobs_at_once == 1:
         return config
-    ranks = launch.nproc or accelerators or MINIMUM_WORLD[config.sharding.strategy]
+    ranks = launch.nproc or accelerators or strategy_of(config.sharding).minimum_world
     ranks = 1 if launch.kind is LaunchKind.inline else ranks
     threads = max(1, (os.cpu_count() or 1) // jobs_at_once // ranks)
     return replace(config, launch=replace(launch, threads=threads))

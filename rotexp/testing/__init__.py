@@ -6,6 +6,7 @@ from rotexp.testing.quantizers import check_quantizer
 from rotexp.testing.schedulers import check_scheduler
 from rotexp.testing.sources import check_data_source
 from rotexp.testing.starts import check_start
+from rotexp.testing.strategies import check_strategy
 from rotexp.testing.trackers import check_tracker
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "check_quantizer",
     "check_scheduler",
     "check_start",
+    "check_strategy",
     "check_tracker",
 ]

@@ -22,9 +22,9 @@ from rotexp.sharding.ema import MASTER, ShardedEMA
 from rotexp.sharding.flat import flattened, split_by_name
 from rotexp.sharding.local_rows import local_rows, reshard
 from rotexp.sharding.master import ZeRO2Master
-from rotexp.sharding.options import Strategy
 from rotexp.sharding.replicas import Divergence
 from rotexp.sharding.split_vector import SplitVector
+from rotexp.sharding.strategies import strategy_of
 from rotexp.training.best import Best, Choice
 from rotexp.training.optimizers import Optimizers
 
@@ -54,7 +54,7 @@ class TrainingState:
     """Rotations, weights, their optimizers, master and average, what was best of them, and the losses so far.
 
     Attributes:
-        master: None unless the strategy is `zero2_master`.
+        master: None unless the strategy splits one, and weights are trained.
         ema: None unless it is asked for.
         start: the rotations training started from.
         best: what had the smallest loss: the held-out one if `evaluation.every` asks for it, else that of a step.
@@ -99,7 +99,7 @@ class TrainingState:
 
     def _master(self, config: Config, communication: Communication) -> ZeRO2Master | None:
         names = [name for name in self.names if not name.startswith(f"{SCALES}.")]
-        if config.sharding.strategy is not Strategy.zero2_master or not names:
+        if not strategy_of(config.sharding).splits_master or not names:
             return None
         sharding = config.sharding
         return ZeRO2Master(

@@ -25,8 +25,8 @@ from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.rotation.placement import place
-from rotexp.sharding.options import ShardingConfig, Strategy
-from rotexp.sharding.strategies import shard
+from rotexp.sharding.applying import shard
+from rotexp.sharding.options import ShardingConfig
 
 HIDDEN, INNER, EXPERTS = 45, 60, 3
 """Widths and a count that neither 2 nor 4 ranks share evenly; 4 ranks are more than there are experts."""
@@ -68,7 +68,7 @@ def make_source(name: str) -> Any:
     return source
 
 
-def load_sharded(source: Any, strategy: Strategy) -> tuple[RotatedModel, Any]:
+def load_sharded(source: Any, strategy: str) -> tuple[RotatedModel, Any]:
     """Build a source model anew without memory, place, shard, and read it, as a run does."""
     with init_empty_weights(include_buffers=False):
         network = AutoModelForCausalLM.from_config(source.config).eval().requires_grad_(False)
@@ -94,7 +94,7 @@ def gradients(model: RotatedModel, token_ids: Tensor) -> dict[str, Tensor]:
     return {name: matrix.grad for name, matrix in model.bank.items() if matrix.grad is not None}
 
 
-def compare(name: str, strategy: Strategy) -> dict[str, Any]:
+def compare(name: str, strategy: str) -> dict[str, Any]:
     """Return how far a sharded model is from its source, and its gradients from the whole model's."""
     source, token_ids = make_source(name), make_token_ids()
     original = source(token_ids, use_cache=False).logits
@@ -124,4 +124,4 @@ def compare_all(strategies: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
     """Compare every family under every strategy, one after another in one process group."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    return {(name, strategy): compare(name, Strategy[strategy]) for strategy in strategies for name in CHANGES}
+    return {(name, strategy): compare(name, strategy) for strategy in strategies for name in CHANGES}

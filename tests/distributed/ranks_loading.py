@@ -16,10 +16,10 @@ from rotexp.models.options import ModelConfig, ModelSource
 from rotexp.quant.options import QuantConfig
 from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.placement import place
+from rotexp.sharding.applying import precision_policy, shard
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.local_rows import whole
-from rotexp.sharding.options import Precision, ShardingConfig, Strategy, SyncConfig
-from rotexp.sharding.strategies import precision_policy, shard
+from rotexp.sharding.options import Precision, ShardingConfig, SyncConfig
 from rotexp.training.teacher import load_teacher
 
 
@@ -34,7 +34,7 @@ def load(folder: str) -> dict[str, Any]:
     model = place(network, find_spec(network), RotationConfig(name="learned"), QuantConfig(name="none"), seed=0)
     effective = shard(
         network,
-        ShardingConfig(Strategy.full),
+        ShardingConfig("full"),
         units=model.units,
         ignored=set(model.bank.parameters()),
         device_type="cpu",
@@ -60,7 +60,7 @@ def refuse(folder: str, strategy: str, precision: str, dtype: str) -> dict[str, 
     communication = Communication(rank=dist.get_rank(), world_size=dist.get_world_size())
     checkpoint = open_checkpoint(ModelConfig(name="hf", source=ModelSource.hf, path=folder), seed=0)
     network = build_model(checkpoint, dtype=getattr(torch, dtype))
-    config = ShardingConfig(Strategy[strategy], precision=Precision[precision])
+    config = ShardingConfig(strategy, precision=Precision[precision])
     units = [*network.get_submodule("model.layers").children()]
     shard(network, config, units=units, ignored=set(), device_type="cpu", world_size=communication.world_size)
     said = ""
@@ -84,7 +84,7 @@ def refuse_teacher(folder: str, strategy: str, precision: str) -> dict[str, Any]
     model = ModelConfig(name="hf", source=ModelSource.hf, path=folder)
     config: Any = SimpleNamespace(
         model=model,
-        sharding=ShardingConfig(Strategy[strategy], precision=Precision[precision]),
+        sharding=ShardingConfig(strategy, precision=Precision[precision]),
         sync_mode=SyncConfig(),
     )
     said = ""

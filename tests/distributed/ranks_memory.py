@@ -19,7 +19,6 @@ from rotexp.models.structure import read_structure
 from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.rotation.own_rows import division
 from rotexp.rotation.own_rows.cost import multiply_adds_per_byte
-from rotexp.sharding.options import Strategy
 from rotexp.training.options import EMAConfig, Trainable
 
 TOKENS = 6
@@ -64,7 +63,7 @@ def odd_config(
         objective=objective,
         train=dataclasses.replace(config.train, params=Trainable[params]),
         ema=EMAConfig(0.5),
-        sharding=dataclasses.replace(config.sharding, strategy=Strategy[strategy], **sharding),
+        sharding=dataclasses.replace(config.sharding, strategy=strategy, **sharding),
     )
 
 

@@ -31,9 +31,10 @@ from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.rotation.own_rows import division
 from rotexp.rotation.placement import place
+from rotexp.sharding.applying import shard
 from rotexp.sharding.communication import Communication
-from rotexp.sharding.options import ShardingConfig, Strategy
-from rotexp.sharding.strategies import shard
+from rotexp.sharding.options import ShardingConfig
+from rotexp.sharding.strategies import strategy_of
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.objectives import CrossEntropy, KLDivergence
 
@@ -57,7 +58,7 @@ class Case:
 
     name: str = "llama"
     options: dict[str, Any] = field(default_factory=dict)
-    strategy: Strategy = Strategy.full
+    strategy: str = "full"
     sharding: dict[str, Any] = field(default_factory=dict)
     weights: QuantSpec = SEARCHED
     activations: QuantSpec = field(default_factory=QuantSpec)
@@ -107,7 +108,7 @@ class _Training:
             device_type="cpu",
             world_size=self.communication.world_size,
         )
-        model.keep_codes(not case.strategy.reshards_after_forward)
+        model.keep_codes(not strategy_of(self.sharding).reshards_after_forward)
         prepare(model)
         return model
 

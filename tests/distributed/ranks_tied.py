@@ -23,11 +23,11 @@ from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.rotation.placement import place
 from rotexp.rotation.trainable import train_also
+from rotexp.sharding.applying import shard
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.digest import weights_digest
 from rotexp.sharding.guard import install, param_groups
-from rotexp.sharding.options import ShardingConfig, Strategy, SyncConfig, SyncMode
-from rotexp.sharding.strategies import shard
+from rotexp.sharding.options import ShardingConfig, SyncConfig, SyncMode
 from rotexp.training.options import Trainable
 
 ROTATION = RotationConfig(r1=None, r2=True, r3=False, r4=True, init=RotationInit.random)
@@ -52,7 +52,7 @@ def placed(network: Any, name: str) -> RotatedModel:
     return model
 
 
-def load_sharded(source: Any, name: str, strategy: Strategy) -> RotatedModel:
+def load_sharded(source: Any, name: str, strategy: str) -> RotatedModel:
     """Build a source model anew without memory, place, shard, guard and read it, as a run does."""
     names = {"lm_head.weight": "model.embed_tokens.weight"}
     checkpoint: Any = StoredModel("tied", source.config, Loaded(dict(source.named_parameters())), "", aliases=names)
@@ -79,7 +79,7 @@ def local_bytes(network: nn.Module) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
 
 
-def compare(name: str, strategy: Strategy) -> dict[str, Any]:
+def compare(name: str, strategy: str) -> dict[str, Any]:
     """Return how far a sharded model is from its source, and what it holds."""
     source, token_ids = make_source(name), make_token_ids(rows=BATCH)
     alone, model = both = placed(copy.deepcopy(source), name), load_sharded(source, name, strategy)
@@ -117,4 +117,4 @@ def compare_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str,
     """Compare families under strategies, one after another in one process group."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    return {case: compare(case[0], Strategy[case[1]]) for case in cases}
+    return {case: compare(case[0], case[1]) for case in cases}

@@ -22,9 +22,9 @@ from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.rotation.placement import place
 from rotexp.rotation.trainable import start_scales, train_also
+from rotexp.sharding.applying import shard
 from rotexp.sharding.local_rows import local_rows, row_slice, whole
-from rotexp.sharding.options import ShardingConfig, Strategy
-from rotexp.sharding.strategies import shard
+from rotexp.sharding.options import ShardingConfig
 from rotexp.training.options import Trainable
 
 ROTATION = RotationConfig(r1=True, r2=True, r4=False, init=RotationInit.random)
@@ -32,7 +32,7 @@ QUANT = QuantConfig(weights=QuantSpec(4, clip_search=True))
 BATCH = 4
 
 
-def place_sharded(source: Any, strategy: Strategy, params: Trainable) -> RotatedModel:
+def place_sharded(source: Any, strategy: str, params: Trainable) -> RotatedModel:
     """Build a source model anew without memory, place, choose what is trained, shard, read and prepare it."""
     with init_empty_weights(include_buffers=False):
         network = AutoModelForCausalLM.from_config(source.config).eval().requires_grad_(False)
@@ -81,7 +81,7 @@ def move(model: RotatedModel) -> None:
         local_rows(parameter).add_(change[row_slice(parameter)])
 
 
-def compare(name: str, strategy: Strategy, params: Trainable) -> dict[str, Any]:
+def compare(name: str, strategy: str, params: Trainable) -> dict[str, Any]:
     """Return how far a sharded model's gradients and merged logits are from the whole one's."""
     source, token_ids = make_source(name), make_token_ids(rows=BATCH)
     model, alone = place_sharded(source, strategy, params), place_whole(source, params)
@@ -116,4 +116,4 @@ def compare_all(cases: list[tuple[str, str, str]]) -> dict[tuple[str, str, str],
     """Compare cases of family, strategy and what is trained, one after another in one process group."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    return {case: compare(case[0], Strategy[case[1]], Trainable[case[2]]) for case in cases}
+    return {case: compare(case[0], case[1], Trainable[case[2]]) for case in cases}

@@ -42,6 +42,7 @@ ORDER = (
     "config.explanations",
     "config.composition",
     "config.validation",
+    "sharding.strategies",
     "config.targets",
     "config.signatures",
     "config.own_parts",

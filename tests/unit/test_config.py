@@ -21,7 +21,7 @@ from rotexp.config.targets import build, check_target
 from rotexp.config.validation import validate, validate_world
 from rotexp.launch.command_line import register
 from rotexp.optim.options import Solver, StepRule
-from rotexp.sharding.options import Dtype, Strategy, SyncMode
+from rotexp.sharding.options import Dtype, SyncMode
 from rotexp.training.objectives import CrossEntropy, TopKKLDivergence
 
 CONF = Path(rotexp.conf.__path__[0])
@@ -122,7 +122,7 @@ def test_defaults_are_those_of_the_main_job(default: Config) -> None:
         "optimizer": "cayley_sgd",
     }
     assert (default.objective.name, default.seed, default.train.max_grad_norm) == ("ce", 0, 1.0)
-    assert (default.sharding.strategy, default.sync_mode.mode) == (Strategy.no_shard, SyncMode.off)
+    assert (default.sharding.strategy, default.sync_mode.mode) == ("no_shard", SyncMode.off)
     assert (default.optimizer.step_rule, default.optimizer.solver) == (StepRule.angle, Solver.exact)
 
 
@@ -365,8 +365,9 @@ RULES = [
         "null on several nodes",
         "launch.nnodes=1",
     ),
-    (["sharding.sim_world=2"], "sharding=no_shard", "without sim_world", "use another sharding"),
-    (["sharding=full", "sharding.bucket_mib=1"], "sharding=full", "without sharding.bucket_mib", "zero2_master"),
+    (["sharding.sim_world=2"], "sharding.sim_world=2", "left out where no master is split", "zero2_master"),
+    (["sharding=full", "sharding.bucket_mib=1"], "sharding.bucket_mib=1", "left out where no master", "zero2_master"),
+    (["sharding.strategy=fulll"], "sharding.strategy=fulll", "one of no_shard, full, ", "choose one by sharding=NAME"),
     (["sharding=zero2_master", "sharding.sim_world=1"], "sharding.sim_world=1", "at least 2 or null", "simulates"),
     (["sharding=zero2_master", "sharding.bucket_mib=0"], "sharding.bucket_mib=0", "at least 1", "the default is"),
     (["sharding=zero2_master", "sharding.cpu_offload=true"], "sharding=zero2_master", "without cpu_offload", "another"),

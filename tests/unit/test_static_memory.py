@@ -14,7 +14,7 @@ from rotexp.metrics.static_memory import Bank, StaticBytes, Weight, predict, sta
 from rotexp.models.load import open_checkpoint
 from rotexp.rotation.building import build_for_run
 from rotexp.rotation.model import RotatedModel
-from rotexp.sharding.options import Strategy
+from rotexp.sharding.strategies import STRATEGIES
 from rotexp.training.options import Trainable
 
 MATRIX = Weight(rows=5, width=3, trained=True, split=True)
@@ -89,7 +89,7 @@ def test_gathered_weights_are_outside_the_total_and_gradients_outside_what_stays
     assert found.by_kind() == {**dataclasses.asdict(found), "total": found.total}
 
 
-@pytest.mark.parametrize("strategy", Strategy.__members__)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_model_without_memory_is_counted_as_it_will_be(strategy: str) -> None:
     found = forecast(strategy, world_size=4)
     layers = 2 * (48 * (48 + 24 + 24 + 48) + 3 * 48 * 80 + 2 * 48) + 48

@@ -1,29 +1,47 @@
-"""A frozen teacher is sharded like its student, but never waits gathered for a backward that does not come."""
-
-from __future__ import annotations
+"""How a teacher is sharded beside its student: alike, but nothing waits gathered for a backward that does not come."""
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rotexp.sharding.options import ShardingConfig, Strategy
-from rotexp.training.teacher import frozen_sharding
+from rotexp.sharding.applying import shard
+from rotexp.sharding.guard import param_groups
+from rotexp.sharding.options import ShardingConfig
 
 
 @pytest.mark.parametrize(
-    ("student", "teacher"),
-    [
-        (Strategy.no_shard, Strategy.no_shard),
-        (Strategy.full, Strategy.full),
-        (Strategy.zero2, Strategy.full),
-        (Strategy.zero2_master, Strategy.no_shard),
-        (Strategy.hybrid, Strategy.hybrid),
-        (Strategy.hybrid_zero2, Strategy.hybrid),
-    ],
+    ("strategy", "student_frees"), [("full", True), ("zero2", False), ("hybrid", True), ("hybrid_zero2", False)]
 )
-def test_how_a_teacher_is_sharded(student: Strategy, teacher: Strategy) -> None:
-    assert frozen_sharding(ShardingConfig(student, min_shard_size=7)).strategy is teacher
+def test_a_teacher_frees_what_it_gathered(strategy: str, student_frees: bool) -> None:
+    for frozen in (False, True):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        try:
+            shard(
+                model,
+                ShardingConfig(strategy),
+                units=[*model],
+                ignored=set(),
+                device_type="cpu",
+                world_size=4,
+                frozen=frozen,
+            )
+        finally:
+            dist.destroy_process_group()
+        assert all(isinstance(unit, FSDPModule) for unit in model)
+        groups = param_groups(model)
+        assert len(groups) == 2
+        for group in groups:
+            assert group._reshard_after_forward is (frozen or student_frees)
 
 
-def test_other_options_are_the_students() -> None:
-    student = ShardingConfig(Strategy.zero2, min_shard_size=7, forward_prefetch=1)
-    found = frozen_sharding(student)
-    assert (found.min_shard_size, found.forward_prefetch) == (7, 1)
+@pytest.mark.parametrize("strategy", ["no_shard", "zero2_master"])
+def test_whole_weights_stay_whole(strategy: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    options = ShardingConfig(strategy)
+    shard(model, options, units=[*model], ignored=set(), device_type="cpu", world_size=2, frozen=True)
+    assert type(model[0]) is nn.Linear

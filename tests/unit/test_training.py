@@ -26,7 +26,7 @@ from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.rotation.trainable import train_also
 from rotexp.sharding.communication import Communication
-from rotexp.sharding.options import ShardingConfig, Strategy
+from rotexp.sharding.options import ShardingConfig
 from rotexp.training.loop import Hooks, train
 from rotexp.training.options import Trainable, TrainConfig
 from rotexp.training.state import TrainingState
@@ -85,7 +85,7 @@ def simulating(sim_world: int | None, *, steps: int = 2) -> Config:
         optimizer=CayleySGDConfig(),
         objective=COMPONENTS["objective"]["ce"],
         train=TrainConfig(steps=steps, params=Trainable.all),
-        sharding=ShardingConfig(Strategy.zero2_master, sim_world=sim_world),
+        sharding=ShardingConfig("zero2_master", sim_world=sim_world),
     )
 
 

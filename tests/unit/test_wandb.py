@@ -29,7 +29,7 @@ from rotexp.orthogonal.stiefel import orthogonality_error
 from rotexp.quant.options import QuantConfig
 from rotexp.rotation.options import RotationConfig
 from rotexp.runfolder.records import truncate_metrics, write_summary
-from rotexp.sharding.options import ShardingConfig, Strategy, SyncConfig, SyncMode
+from rotexp.sharding.options import ShardingConfig, SyncConfig, SyncMode
 from rotexp.tracking import upload
 from rotexp.tracking.naming import (
     artifact_name,
@@ -58,7 +58,7 @@ def configured(**changes: Any) -> Config:
         "rotation": RotationConfig("learned_r4"),
         "optimizer": {"name": "cayley_sgd", "lr": 0.1},
         "objective": Component("ce", "rotexp.training.objectives.CrossEntropy"),
-        "sharding": ShardingConfig(Strategy.hybrid_zero2),
+        "sharding": ShardingConfig("hybrid_zero2"),
         "sync_mode": SyncConfig(SyncMode.universal),
         "launch": LaunchConfig(LaunchKind.elastic),
         "tracker": TrackerConfig(mode=WandbMode.offline, project="rotexp-tests"),

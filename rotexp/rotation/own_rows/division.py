@@ -21,6 +21,7 @@ from rotexp.sharding.communication import Communication
 from rotexp.sharding.guard import param_groups
 from rotexp.sharding.local_rows import reshard
 from rotexp.sharding.options import ShardingConfig
+from rotexp.sharding.strategies import strategy_of
 from rotexp.training.options import Trainable
 
 
@@ -111,7 +112,7 @@ def may_divide(config: Config, *, distills: bool) -> bool:
     Args:
         distills: whether the objective asks a teacher.
     """
-    gathered_anew = config.sharding.strategy.reshards_after_forward or not distills
+    gathered_anew = strategy_of(config.sharding).reshards_after_forward or not distills
     return config.train.params is Trainable.rotations and gathered_anew
 
 
@@ -164,7 +165,7 @@ def _sharded_shape(linear: RotatedLinear, sharding: ShardingConfig, where: Shard
         shape,
         ranks=where.ranks,
         replicas=where.replicas,
-        gathers=2 if sharding.strategy.reshards_after_forward else 1,
+        gathers=2 if strategy_of(sharding).reshards_after_forward else 1,
         element_bytes=where.element_bytes,
         scales=spec.num_groups(shape.inputs),
         exchanged=not blocks,
