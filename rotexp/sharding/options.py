@@ -70,7 +70,7 @@ class ShardingConfig(Pluggable):
             and what is made of them are those of this one rank. Held-out figures take as long as in a world of one.
     """
 
-    strategy: str = ""
+    strategy: str = "no_shard"
     replicate: int | None = None
     shard: int | None = None
     min_shard_size: int = 0
@@ -87,9 +87,8 @@ class ShardingConfig(Pluggable):
     sim_world: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.strategy:
-            name = "no_shard" if self.target is None else self.target.rpartition(".")[2]
-            object.__setattr__(self, "strategy", name)
+        if self.target is not None and self.strategy == ShardingConfig.strategy:
+            object.__setattr__(self, "strategy", self.target.rpartition(".")[2])
 
     def changed_options(self) -> set[str]:
         """Return the names of options that have another value than by default, but for the strategy's own."""
