@@ -110,6 +110,7 @@ def _refuse_ranks(config: Config) -> None:
 def _carry_out(arguments: list[str]) -> tuple[int, str]:
     """Run the command to its end; return its exit code, and what it said was wrong."""
     shown = sys.stdout is sys.__stdout__  # in a terminal, with progress bars
+    sys.stdout.flush()
     process = subprocess.Popen(
         [sys.executable, "-c", ENTRY, *arguments],
         env=_variables(shown=shown),
@@ -138,6 +139,8 @@ def _carry_out(arguments: list[str]) -> tuple[int, str]:
         process.wait()
         for thread in passing:
             thread.join()
+    if process.returncode == DONE:
+        sys.stderr.writelines(f"{SAID}{line}\n" for line in said)
     return process.returncode, said[-1] if said else ""
 
 
@@ -164,7 +167,7 @@ def _fail(folder: Path, code: int, said: str) -> NoReturn:
         raise ValueError(said)
     if code == INTERRUPTED:
         raise KeyboardInterrupt(said)
-    summary = readable_summary(folder)
+    summary = {} if code < 0 else readable_summary(folder)  # a killed process has recorded nothing
     if summary.get("status") in ("failed", "oom", "interrupted"):
         raise RunError(folder, summary["status"], str(summary["error"]))
     ended = f"signal {-code} ended its process" if code < 0 else f"its process ended with exit code {code}"
