@@ -41,14 +41,14 @@ def find_axes(runs: Sequence[Run]) -> list[Axis]:
     """Return the axes, groups by their option's name.
 
     A key of a group is an axis only if it differs between runs that chose the same option: what an option sets is said
-    by its name.
+    by its name, and so is the class of an option; that of a part within one, such as quant.weights, is not.
     """
     configs = [run.config for run in runs if run.config]
     axes = []
     for key in differing_keys(configs):
         group = key.partition(".")[0]
         head = HEADS.get(group, f"{group}.name")
-        if key.startswith(RECORDING) or key.endswith("._target_"):
+        if key.startswith(RECORDING) or key == f"{group}._target_":
             continue
         if key == head or _differs_within(configs, key, head):
             axes.append(Axis(key, group if key == head else key))

@@ -95,7 +95,7 @@ class StaticBytes:
         clip_ratios: searched, until the next search; of divided weights those of own rows alone, although a checkpoint
             that was saved or loaded since the last search keeps the whole ones beside them.
         divided_sums: what own rows of divided weights have added to the rotations' gradients.
-        divided_codes: own rows of divided weights as integers, with their grids, from the forward until the gradients
+        divided_codes: own rows of divided weights as codes, with their grids, from the forward until the gradients
             are collected.
         buffers: of the network.
         best: the copy, in host memory, of the rotations and of what the rank owns of everything trained.

@@ -30,7 +30,7 @@ class RotatedLinear(nn.Module):
         input_rotation, output_rotation: None once merged, or where no rotation acts.
         output_rows: which outputs the output rotation acts on (None: all).
         online: None until `bake` has put H into W.
-        keep_codes: whether the backward finds the quantized weight as integer codes, or forms it once more.
+        keep_codes: whether the backward finds the quantized weight as codes, or forms it once more.
         divided: what quantizes the weight before it is gathered, where ranks do so each for its own rows.
     """
 

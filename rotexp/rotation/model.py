@@ -109,7 +109,7 @@ class RotatedModel:
         return logits
 
     def keep_codes(self, keep: bool) -> None:
-        """Say whether quantized weights are kept from forward to backward, as integer codes of a byte a weight.
+        """Say whether quantized weights are kept from forward to backward, as codes of a byte a weight.
 
         Sharding that frees a layer's weights in between would be undone by it.
         """

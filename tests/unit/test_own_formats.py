@@ -15,6 +15,7 @@ from families import FAMILIES, from_config
 from scipy.stats import norm
 from torch import Tensor
 
+from rotexp.metrics.quantizer_memory import _codes
 from rotexp.models.arch import find_spec
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.options import QuantConfig
@@ -215,6 +216,12 @@ def test_what_a_format_cannot_do_is_refused_in_one_line(spec: dict[str, Any], me
     with pytest.raises(ValueError, match=re.escape(message)) as refusal:
         fake_quantizer(QuantSpec(**{"_target_": "mxfp4.MXFP4", **spec}), key="w")
     assert "\n" not in str(refusal.value)
+
+
+def test_what_is_counted_for_codes_is_what_they_take() -> None:
+    linear = quantized(weights=NF4_SPEC).network.model.layers[0].mlp.up_proj
+    kept = linear.weight_quantizer.encode(linear.weight)[1]
+    assert _codes(linear) == sum(tensor.numel() * tensor.element_size() for tensor in kept.tensors)
 
 
 def test_a_group_size_that_does_not_divide_is_refused_as_of_integers() -> None:

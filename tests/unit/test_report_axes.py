@@ -41,6 +41,12 @@ def test_a_key_set_beside_an_option_is_an_axis(tmp_path: Path) -> None:
     ]
 
 
+def test_another_format_beside_an_option_is_an_axis(tmp_path: Path) -> None:
+    runs = runs_with(tmp_path, {}, {"quant__weights": {"bits": 4, "_target_": "nf4.NF4"}})
+    assert labels(runs) == ["quant.weights._target_"]
+    assert [setting(run, find_axes(runs)) for run in runs] == ["the one setting", "quant.weights._target_=nf4.NF4"]
+
+
 def test_seeds_come_last_and_make_no_setting(tmp_path: Path) -> None:
     runs = runs_with(tmp_path, {"seed": 1}, {"seed": 2}, {"seed": 1, "optimizer__lr": 0.5})
     axes = find_axes(runs)

@@ -1,7 +1,7 @@
 """One sharded weight of which every rank rotates and quantizes its own rows, and of which codes are gathered.
 
 FSDP2 asks a sharded tensor with `fsdp_pre_all_gather` and `fsdp_post_all_gather` what to gather and what to make of it.
-Here it gathers integer codes and shows the linear `Q(Lᵀ W R)`. The gradient of that is a weight's as any other: FSDP2
+Here it gathers codes and shows the linear `Q(Lᵀ W R)`. The gradient of that is a weight's as any other: FSDP2
 averages it into each rank's rows, where it becomes the rank's share in the rotations' gradients. So all that takes n
 multiplications a weight is divided by the ranks, and a code takes a quarter of a float32 weight's bytes.
 """
