@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rotexp.config.own_parts import field_names, gathered, schema_of, spread
-from rotexp.config.plugins import check_granted, check_importable, typed_plugins
+from rotexp.config.plugins import check_granted, check_importable, granted_plugins
 from rotexp.config.schema import Config
 from rotexp.config.validation import validate
 
@@ -40,14 +40,14 @@ def to_config(composed: DictConfig, *, typed: Sequence[str] | None = None) -> Co
     """Turn Hydra's composition into frozen dataclasses, paths written from the root, and check it.
 
     Args:
-        typed: the plug-ins that were typed (None: those of the command line that Hydra reads).
+        typed: the plug-ins that were typed (None: those that were granted to this process).
 
     Raises:
         ValueError: a value, or a combination of values, that cannot be used.
     """
     if OmegaConf.get_type(composed) is not Config:
         raise ValueError("the configuration is not based on the schema; begin its defaults list with `- schema`")
-    typed = typed_plugins() if typed is None else typed
+    typed = granted_plugins() if typed is None else typed
     check_granted(composed.plugins, typed)
     check_importable(typed)
     composed = gathered(composed)

@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from importlib.metadata import entry_points
 from types import ModuleType
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 KEY = "plugins"
 ENTRY_POINTS = "rotexp.plugins"
 
 
-def typed_plugins(overrides: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the modules that `plugins=[…]` names among overrides (None: among those of the job that Hydra runs)."""
-    if overrides is None:
-        overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+_TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed plug-ins", default=())
+
+
+def grant(typed: Sequence[str]) -> None:
+    """Say which plug-ins were typed for this process. Hydra's own record of overrides is none: a file may fill it."""
+    _TYPED.set(tuple(typed))
+
+
+def granted_plugins() -> tuple[str, ...]:
+    """Return the plug-ins that were typed for this process."""
+    return _TYPED.get()
+
+
+def typed_plugins(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the modules that `plugins=[…]` names among overrides."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     typed = next((override.value() for override in parsed if override.key_or_group == KEY), None)
     names = [typed] if isinstance(typed, str) else typed if isinstance(typed, list) else []

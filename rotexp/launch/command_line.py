@@ -22,6 +22,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from rotexp.config.composition import PATHS, from_root
 from rotexp.config.explanations import REFUSALS, TRAINING, Vocabulary, check_overrides, explain
 from rotexp.config.own_parts import as_text_has_it, writable
+from rotexp.config.plugins import grant, typed_plugins
 from rotexp.config.schema import COMPONENTS, Config
 from rotexp.experiment.options import EvaluateConfig, ExportConfig
 from rotexp.files.reading import UnreadableError, read_yaml
@@ -38,14 +39,17 @@ class Command:
 
     Attributes:
         sweep: what keeps the outcomes of jobs that run in processes of their own (None: all jobs run here).
+        plugins: those that were typed; a scheduler's process has no other word of them.
     """
 
     def __init__(self, job: Callable[[DictConfig], int], *, known: Vocabulary, sweep: Sweep | None) -> None:
         self.job, self.known, self.sweep = job, known, sweep
         self.codes = [DONE]
+        self.plugins: tuple[str, ...] = ()
 
     def __call__(self, composed: DictConfig) -> float | None:
         """Run a job; return what a sweeper may minimize."""
+        grant(self.plugins)
         runtime = HydraConfig.get().runtime
         folder, typed_in = Path(runtime.output_dir), Path(runtime.cwd)
         try:
@@ -100,7 +104,10 @@ def run_command(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notes on standard error
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints in its own format and exits with 1
     try:
-        register(_check_command_line(known))
+        overrides = _check_command_line(known)
+        command.plugins = typed_plugins(overrides)
+        grant(command.plugins)  # a sweep composes its jobs before it calls the command
+        register(swept_keys(overrides))
         with interruptible():
             hydra.main(config_path="pkg://rotexp.conf", config_name=config_name, version_base="1.3")(command)()
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
@@ -148,7 +155,7 @@ class Schemas(dict[str, Any]):
 
 
 def _check_command_line(vocabulary: Vocabulary) -> list[str]:
-    """Check flags and the form of overrides, before Hydra reads them; return the keys with several values.
+    """Check flags and the form of overrides, before Hydra reads them; return the overrides.
 
     Raises:
         ValueError: one of them cannot be meant.
@@ -171,7 +178,7 @@ def _check_command_line(vocabulary: Vocabulary) -> list[str]:
     if known.config_path:
         raise ValueError(f"--config-path {known.config_path}: would hide rotexp's own configs; use --config-dir")
     check_overrides(known.overrides, sweep=known.multirun, known=vocabulary)
-    return swept_keys(known.overrides)
+    return list(known.overrides)
 
 
 def _check_config_file(file: Path) -> None:
