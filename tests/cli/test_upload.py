@@ -12,10 +12,10 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 
 
-def sync(*arguments: str, place: Path, **environment: str) -> tuple[int, str, str]:
+def upload(*arguments: str, place: Path, module: str = "rotexp.upload", **environment: str) -> tuple[int, str, str]:
     """Return exit code, output and errors."""
     ended = subprocess.run(
-        [sys.executable, "-m", "rotexp.upload", *arguments],
+        [sys.executable, "-m", module, *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("flags", [[], ["--rebuild"]])
 def test_without_a_login_nothing_is_uploaded(tmp_path: Path, run: Path, flags: list[str]) -> None:
     before = sorted(tmp_path.rglob("*"))
-    code, output, errors = sync("run", *flags, place=tmp_path)
+    code, output, errors = upload("run", *flags, place=tmp_path)
     assert (code, output) == (2, "")
     assert errors == ("rotexp: not logged in to W&B, nothing was uploaded; run `wandb login`, or set WANDB_API_KEY\n")
     assert sorted(tmp_path.rglob("*")) == before
@@ -56,7 +56,7 @@ def test_without_a_login_nothing_is_uploaded(tmp_path: Path, run: Path, flags: l
 )
 def test_wrong_requests_are_refused_in_one_line(tmp_path: Path, run: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "empty").mkdir()
-    code, output, errors = sync(*arguments, place=tmp_path, WANDB_API_KEY="x" * 40)
+    code, output, errors = upload(*arguments, place=tmp_path, WANDB_API_KEY="x" * 40)
     assert (code, output, errors) == (2, "", f"rotexp: {message}\n")
 
 
@@ -64,7 +64,7 @@ def test_a_run_that_was_uploaded_is_not_uploaded_twice(tmp_path: Path) -> None:
     folder = tmp_path / "sweep" / "0"
     (folder / "wandb" / "run-1-abc").mkdir(parents=True)
     (folder / "summary.json").write_text('{"status": "done"}')
-    code, output, errors = sync("sweep", place=tmp_path, WANDB_API_KEY="x" * 40)
+    code, output, errors = upload("sweep", place=tmp_path, WANDB_API_KEY="x" * 40)
     assert (code, errors) == (0, "")
     assert output == "sweep/0: was uploaded before; --rebuild uploads it as a new run\n"
 
@@ -72,7 +72,14 @@ def test_a_run_that_was_uploaded_is_not_uploaded_twice(tmp_path: Path) -> None:
 def test_a_damaged_run_is_named_and_a_failure(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
-    code, output, errors = sync("run", place=tmp_path, WANDB_API_KEY="x" * 40)
+    code, output, errors = upload("run", place=tmp_path, WANDB_API_KEY="x" * 40)
     assert (code, output) == (1, "run: was not uploaded\n")
     assert errors.count("\n") == 1
     assert "run/config.resolved.yaml: cannot be read" in errors
+
+
+def test_the_old_name_answers_as_the_new_one_does_and_says_so(tmp_path: Path, run: Path) -> None:
+    code, output, errors = upload("run", place=tmp_path)
+    old_code, old_output, old_errors = upload("run", place=tmp_path, module="rotexp.sync")
+    assert (old_code, old_output) == (code, output)
+    assert old_errors == f"rotexp: rotexp.sync is now called rotexp.upload\n{errors}"

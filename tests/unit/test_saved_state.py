@@ -57,6 +57,13 @@ def listed(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
+def test_a_checkpoint_names_no_module_of_ours_so_that_moved_code_still_reads_it(tmp_path: Path) -> None:
+    (path,) = saved(tmp_path, 1)
+    files = [file for file in path.iterdir() if file.name != FACTS]
+    assert any(file.name == ".metadata" for file in files)
+    assert [file.name for file in files if b"rotexp" in file.read_bytes()] == []
+
+
 def test_what_is_saved_is_loaded_in_place_bit_for_bit(tmp_path: Path) -> None:
     state = {
         "a": torch.randn(37, 3),
