@@ -41,5 +41,3 @@ def test_listing_groups_copies_no_schema() -> None:
     register()
     schemas = ConfigStore.instance().repo
     assert copy.deepcopy(schemas) is schemas
-    assert (
-    )
