@@ -1,4 +1,9 @@
-"""Keeps the tests from W&B's servers and from the variables of an outer launcher or of the user's own W&B."""
+"""Keeps the tests from W&B's servers and from the variables of an outer launcher or of the user's own W&B.
+
+The tests come in two tiers. The quick one, `pytest -m "not slow"`, is what in-process tests there are, small worlds of
+2 and of 4 ranks, and a run of every entry (`cli/test_entries.py`, and the files of those entries that are quick by
+themselves). What is marked `slow` trains in every variant, interrupts, resumes and compares; `.ci/run` runs both.
+"""
 
 import logging
 import os
