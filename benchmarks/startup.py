@@ -22,6 +22,11 @@ POLL_SECONDS = 0.01
 BARE = "import torch, transformers"
 """What any program of this kind must import: the limit that a first step is measured against."""
 
+HELP_LIMIT = "import hydra.main"
+"""What a help text is measured against: it should take no more than four times as long."""
+
+ENTRIES = ("train", "evaluate", "export", "inspect", "report", "upload", "dashboard", "doctor")
+
 SHORT = ("tracker=jsonl", "train.steps=1", "evaluation.max_windows=1")
 
 
@@ -82,7 +87,8 @@ def measure(models: Sequence[str], *, repetitions: int) -> tuple[list[dict[str, 
         runs: dict[str, Callable[[], object]] = {
             "python -c pass": partial(run_command, ["-c", "pass"]),
             f"python -c '{BARE}'": partial(run_command, ["-c", BARE]),
-            "python -m rotexp.train --help": partial(run_command, ["-m", "rotexp.train", "--help"]),
+            f"python -c '{HELP_LIMIT}'": partial(run_command, ["-c", HELP_LIMIT]),
+            **{help_of(entry): partial(run_command, ["-m", f"rotexp.{entry}", "--help"]) for entry in ENTRIES},
             **{f"first step of {model}": partial(train, model) for model in models},
         }
         seconds = interleave(runs, repetitions=repetitions, warmup=1)
@@ -90,6 +96,19 @@ def measure(models: Sequence[str], *, repetitions: int) -> tuple[list[dict[str, 
         steps = [row["first_step_s"] for row in phases if row["model"] == model]
         seconds[f"first step of {model}"] = steps[-repetitions:]
     return [{"command": name, "seconds": dataclasses.asdict(spread(kept))} for name, kept in seconds.items()], phases
+
+
+def help_of(entry: str) -> str:
+    """Return the command that shows an entry's help."""
+    return f"python -m rotexp.{entry} --help"
+
+
+def help_table(rows: Sequence[dict[str, Any]]) -> facts.Table:
+    """Return how many times as long as importing Hydra each help text took, by medians."""
+    medians = {row["command"]: Spread(**row["seconds"]).median for row in rows}
+    limit = medians[f"python -c '{HELP_LIMIT}'"]
+    cells = [[help_of(entry), f"{medians[help_of(entry)] / limit:.1f}"] for entry in ENTRIES]
+    return facts.make_table("Help texts", ("command", f"times as long as {HELP_LIMIT}"), cells)
 
 
 def _overrides(model: str) -> list[str]:
@@ -116,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="*", default=["tiny", "135m"], help="tiny, or sizes of model=random_llama")
     options = parser.parse_args(arguments)
     rows, phases = measure(options.models, repetitions=options.repetitions)
-    tables = [table(rows), *([phase_table(phases)] if phases else [])]
+    tables = [table(rows), help_table(rows), *([phase_table(phases)] if phases else [])]
     facts.report(options.output, tables, {"startup": rows, "phases": phases})
 
 
