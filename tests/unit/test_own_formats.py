@@ -17,10 +17,12 @@ from torch import Tensor
 
 from rotexp.metrics.quantizer_memory import _codes
 from rotexp.models.arch import find_spec
+from rotexp.quant.encoded import decode_into
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.options import QuantConfig
 from rotexp.quant.quantizer import Quantizer
 from rotexp.quant.spec import QuantSpec
+from rotexp.rotation.experts import RotatedExperts
 from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.placement import place
 from rotexp.rotation.quantizers import fake_quantizer
@@ -118,7 +120,8 @@ def test_they_keep_the_contract(format_: type[Quantizer]) -> None:
 
 
 def test_adding_one_costs_a_file_and_a_yaml() -> None:
-    own = sorted(file.relative_to(FORMATS).as_posix() for file in FORMATS.rglob("*.*") if file.suffix != ".pyc")
+    files = [*FORMATS.rglob("*.py"), *FORMATS.rglob("*.yaml")]
+    own = sorted(file.relative_to(FORMATS).as_posix() for file in files)
     assert own == ["conf/quant/mxfp4.yaml", "conf/quant/nf4.yaml", "mxfp4.py", "nf4.py"]
 
 
@@ -153,6 +156,43 @@ def test_learned_ratios_of_nf4_get_the_slope_of_the_loss() -> None:
     expected = (by_scale * largest * upstream.view(4, 2, 8)).sum(-1)
     assert ratios.grad is not None
     torch.testing.assert_close(ratios.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        FakeQuantizer(QuantSpec(_target_="nf4.NF4", group_size=8, clip_ratio=0.8), NF4()),
+        FakeQuantizer(MXFP4_SPEC, MXFP4()),
+        FakeQuantizer(QuantSpec(4, symmetric=False, group_size=8, clip_ratio=0.8)),
+        FakeQuantizer(QuantSpec(8, symmetric=False)),
+    ],
+    ids=["nf4", "mxfp4", "4 bits", "8 bits"],
+)
+def test_codes_within_the_range_and_scales_are_all_that_values_need(
+    quantizer: FakeQuantizer, dtype: torch.dtype
+) -> None:
+    x = groups_of(64).to(dtype)
+    values, encoded = quantizer.encode(x)
+    codes, scale = encoded.bounded()
+    lowest, highest = quantizer.quantizer.code_range
+    assert lowest <= int(codes.min()) <= int(codes.max()) <= highest
+    gathered = torch.full_like(x, torch.nan)
+    decode_into(gathered, codes, scale, quantizer=quantizer.quantizer)
+    assert torch.equal(gathered, values)
+    assert torch.equal(quantizer(x), values)
+
+
+def test_experts_take_a_format_as_linears_do() -> None:
+    network = from_config(FAMILIES["mixtral"].config(tie_word_embeddings=False))
+    quant = QuantConfig("nf4", NF4_SPEC, NF4_SPEC)
+    model = place(network, find_spec(network), RotationConfig(r1=True, r2=True), quant, seed=0)
+    (experts, *_) = [module for module in model.rotated_modules if isinstance(module, RotatedExperts)]
+    assert isinstance(experts.weight_quantizers["gate_up_proj"].quantizer, NF4)
+    assert isinstance(experts.input_quantizer.quantizer, NF4)
+    with model.mode.set(rotate=True, quantize=True):
+        model.logits(torch.arange(12)[None]).sum().backward()
+    assert all(matrix.grad is not None and matrix.grad.any() for _, matrix in model.bank.items())
 
 
 def quantized(**specs: QuantSpec) -> Any:
