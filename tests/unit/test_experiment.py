@@ -33,7 +33,7 @@ from rotexp.sharding.guard import installed
 from rotexp.sharding.options import SyncConfig, SyncMode
 from rotexp.tracking.options import TrackerConfig, TrackerKind
 from rotexp.tracking.phases import PhaseError
-from rotexp.tracking.tracker import Trackers
+from rotexp.tracking.recording import Trackers
 from rotexp.training.options import EMAConfig, TrainConfig
 
 CONFIG = Config(

@@ -29,7 +29,7 @@ from rotexp.experiment.inputs import read_corpus
 from rotexp.launch.command_line import register
 from rotexp.optim.options import CayleySGDConfig
 from rotexp.rotation.start import drawing
-from rotexp.runfolder.finished_run import _read_config
+from rotexp.runfolder.finished_run import read_config
 from rotexp.training.parts import check_parts
 
 ROOT = Path(__file__).parents[2]
@@ -92,11 +92,11 @@ def test_a_resolved_configuration_repeats_them_where_they_are_granted_again(tmp_
     with pytest.raises(
         ValueError, match=r"^run=R: names a part of your own \(.*type plugins=\[their_parts\]"
     ) as caught:
-        _read_config(file, "run=R")
+        read_config(file, "run=R")
     assert "restore" not in str(caught.value)
     file.write_text(f"{text}plugins: [their_parts]\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"plugins=\[their_parts\]: is named by a file"):
-        _read_config(file, "run=R")
+        read_config(file, "run=R")
 
 
 TARGET = "optimizer._target_="
