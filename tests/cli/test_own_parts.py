@@ -153,23 +153,24 @@ def test_the_configuration_is_shown_with_the_searchpath_of_hydra() -> None:
 
 
 @pytest.mark.slow
-def test_riemannian_adam_of_geoopt_trains_resumes_and_runs_on_two_ranks(options: list[str], tmp_path: Path) -> None:
-    """The plug-in at its defaults; tests/unit/test_part_checks.py checks its rules."""
+@pytest.mark.timeout(600)
+def test_riemannian_adam_of_geoopt_trains_resumes_and_runs_on_two_ranks(tmp_path: Path) -> None:
+    """The plug-in at its defaults, on tiny; tests/unit/test_part_checks.py checks its rules."""
     pytest.importorskip("geoopt")
+    options = ("evaluation.max_windows=8", "launch.threads=1", "tracker=jsonl", "train.steps=20")
     given = ("--config-dir", str(GEOOPT), "plugins=[geoopt_adam]", "optimizer=geoopt_adam", *options)
-    steps = ("train.steps=20", "train.checkpoint_every=10")
-    one = run_train(tmp_path / "one", *given, *steps, cwd=GEOOPT)
+    one = run_train(tmp_path / "one", *given, "train.checkpoint_every=10", cwd=GEOOPT, timeout=280)
     assert one.code == 0, one.errors
-    losses = [row["train/loss"] for row in one.steps]
-    assert sum(losses[-5:]) < sum(losses[:5])
+    assert one.perplexities["trained"] < one.perplexities["hadamard"]
     resume = f"resume={one.folder / 'checkpoints' / 'step-00000010'}"
-    resumed = run_train(tmp_path / "resumed", *given, *steps, resume, cwd=GEOOPT)
+    resumed = run_train(tmp_path / "resumed", *given, resume, cwd=GEOOPT, timeout=280)
     assert resumed.code == 0, resumed.errors
     assert all(torch.equal(resumed.rotations[name], rotation) for name, rotation in one.rotations.items())
-    two = run_train(tmp_path / "two", *given, *steps, "sharding=full", "launch.nproc=2", cwd=GEOOPT)
+    ranks = ("train.steps=2", "sharding=full", "launch.nproc=2")
+    two = run_train(tmp_path / "two", *given[:-1], *ranks, cwd=GEOOPT)
     assert two.code == 0, two.errors
+    assert two.steps[0]["train/loss"] == pytest.approx(one.steps[0]["train/loss"], rel=1e-4)
     assert two.summary["replica"]["max_abs_diff"] == 0.0
-    assert sum(row["train/loss"] for row in two.steps[-5:]) < sum(losses[:5])
 
 
 def test_a_file_grants_nothing_by_hydra_s_own_record_of_what_was_typed(tmp_path: Path) -> None:

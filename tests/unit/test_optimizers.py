@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rotexp.config.components import Component
 from rotexp.config.schema import Config
 from rotexp.optim.cayley_sgd import CayleySGD
 from rotexp.optim.options import CayleySGDConfig
+from rotexp.optim.protocol import state_bytes
 from rotexp.training.optimizers import Optimizers, adamw
 from rotexp.training.options import AdamWConfig, LrSchedule, TrainConfig
 
@@ -135,3 +137,48 @@ def test_moments_are_there_from_the_start_and_shaped_as_the_weights() -> None:
         state = optimizer.state[weight]
         assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
         assert all(state[name].shape == weight.shape and not state[name].any() for name in ("exp_avg", "exp_avg_sq"))
+
+
+def test_the_facts_of_checkpoints_of_before_are_read() -> None:
+    """They held counts of steps alone, and the state of torch's schedulers."""
+    rotations, weights = parameters()
+    saved = Optimizers(rotations, weights, CONFIG)
+    for step in range(4):
+        advance(saved, rotations, weights, step)
+    again = Optimizers(*parameters(), CONFIG)
+    schedulers = [{"last_epoch": 4, "_step_count": 5, "base_lrs": [0.2], "_last_lr": [0.1]}] * 2
+    again.load_facts({"steps": {"R1": 4}, "schedulers": schedulers})
+    assert again.facts() == saved.facts() == {"numbers": {"R1": {"step": 4}}, "scheduled": 4}
+    assert again.learning_rates() == saved.learning_rates()
+
+
+class Averaging(CayleySGD):
+    """Keeps a tensor and a number of its own."""
+
+    def initial_state(self, rotation: Tensor) -> dict[str, Any]:
+        return super().initial_state(rotation) | {"average": torch.zeros(3, dtype=torch.float64), "scale": 1.0}
+
+
+def test_state_of_ones_own_goes_over_and_is_counted() -> None:
+    own = Component("averaging", f"{__name__}.Averaging", {"lr": 0.1, "momentum": 0.5})
+    config = Config(optimizer=own, train=CONFIG.train)
+    rotations, _ = parameters()
+    saved = Optimizers(rotations, {}, config)
+    saved.rotations.state[rotations["R1"]]["scale"] = 0.25  # type: ignore[union-attr]
+    saved.tensors()["R1/average"].fill_(7.0)
+    again_rotations, _ = parameters()
+    again = Optimizers(again_rotations, {}, config)
+    for name, tensor in again.tensors().items():
+        tensor.copy_(saved.tensors()[name])
+    again.load_facts(json.loads(json.dumps(saved.facts())))
+    assert again.tensors()["R1/average"].tolist() == [7.0] * 3
+    assert again.facts()["numbers"] == {"R1": {"step": 0, "scale": 0.25}}
+    assert state_bytes(again.rotations, again_rotations["R1"]) == 4 * 16 + 8 * 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("momentum", "uses"), [(0.0, False), (0.5, True)])
+def test_an_optimizer_says_whether_the_length_of_gradients_matters(momentum: float, uses: bool) -> None:
+    rotations, weights = parameters()
+    config = Config(optimizer=CayleySGDConfig(lr=0.2, momentum=momentum), train=CONFIG.train)
+    assert Optimizers(rotations, {}, config).uses_gradient_length is uses
+    assert Optimizers({}, weights, CONFIG).uses_gradient_length
