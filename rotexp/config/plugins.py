@@ -7,7 +7,8 @@ it was typed for this process. Packages that are installed grant themselves by a
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -24,6 +25,16 @@ _TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed plug-ins", default=())
 def grant(typed: Sequence[str]) -> None:
     """Say which plug-ins were typed for this process. Hydra's own record of overrides is none: a file may fill it."""
     _TYPED.set(tuple(typed))
+
+
+@contextmanager
+def granting(typed: Sequence[str]) -> Iterator[None]:
+    """Let plug-ins that were given as overrides in Python be typed inside the block."""
+    before = _TYPED.set(tuple(typed))
+    try:
+        yield
+    finally:
+        _TYPED.reset(before)
 
 
 def granted_plugins() -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from omegaconf.basecontainer import BaseContainer
 from rotexp.config.composition import to_config
 from rotexp.config.explanations import REFUSALS, TRAINING, Vocabulary, check_overrides, explain
 from rotexp.config.own_parts import writable
+from rotexp.config.plugins import granting, typed_plugins
 from rotexp.config.schema import Config
 from rotexp.errors.requirements import MISSING
 from rotexp.launch.command_line import register
@@ -81,7 +82,7 @@ def composed(
     """
     try:
         lines = _checked(overrides, known)
-        with COMPOSING, _own_hydra():
+        with COMPOSING, _own_hydra(), granting(typed_plugins(lines)):
             register()
             path = create_config_search_path("pkg://rotexp.conf")
             if config_dir is not None:
@@ -109,7 +110,7 @@ def checked(config: Config) -> Config:
             f"group, and change that by dataclasses.replace"
         )
     try:
-        return to_config(writable(config))
+        return to_config(writable(config), typed=config.plugins)
     except REFUSALS as error:
         raise ValueError(" ".join(explain(error).split())) from None
 

@@ -113,6 +113,7 @@ def export(
         request.run = "in memory" if in_memory else str(_folder(source))
         request.export.path = str(target)
         options = to_export(request).export
+        finished = None if in_memory else read_finished_run(Path(request.run))
     check_free(target, key="path")
     if isinstance(source, RotatedModel):
         from rotexp.face.own_export import export_model
@@ -121,7 +122,8 @@ def export(
         return target
     if tokenizer is not None:
         raise ValueError("tokenizer: is copied from the run's model; leave it out")
-    write_export(read_finished_run(Path(request.run)), options, target, say=say)
+    assert finished is not None
+    write_export(finished, options, target, say=say)
     return target
 
 

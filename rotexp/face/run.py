@@ -77,7 +77,8 @@ def run(request: Config | Sequence[str] = (), *, folder: str | Path | None = Non
     _refuse_ranks(config)
     with TemporaryDirectory(prefix="rotexp-") as configs:
         (Path(configs) / "run.yaml").write_text(runnable(config, chosen), encoding="utf-8")
-        code, said = _carry_out(["--config-dir", configs, "--config-name", "run.yaml"])
+        granted = [f"plugins=[{','.join(config.plugins)}]"] if config.plugins else []  # typed, since no file grants
+        code, said = _carry_out(["--config-dir", configs, "--config-name", "run.yaml", *granted])
     return RunResult(chosen) if code == DONE else _fail(chosen, code, said)
 
 
