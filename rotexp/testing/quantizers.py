@@ -11,11 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rotexp.quant.fake import FakeQuantizer
-from rotexp.quant.quantizer import Grid, Quantizer, missing_members
-from rotexp.quant.spec import QuantSpec
-
-SIZE, COUNT = 16, 6
-"""Of a group, where the format takes any, and how many are checked at once."""
+from rotexp.quant.quantizer import Quantizer, missing_members
+from rotexp.testing.quantizer_case import COUNT, QuantizerCase, require
 
 DTYPES = (torch.float32, torch.float64)
 """Those in which a format computes; values of narrower ones reach it as float32."""
@@ -34,56 +31,13 @@ def check_quantizer(cls: Callable[..., Quantizer], **options: Any) -> None:
     quantizer = cls(**options)
     name = getattr(cls, "__name__", str(cls))
     missing = missing_members(quantizer)
-    _require(not missing, name, f"lacks {', '.join(missing)}; derive it from rotexp.quant.quantizer.Quantizer")
+    require(not missing, name, f"lacks {', '.join(missing)}; derive it from rotexp.quant.quantizer.Quantizer")
     for check in _CHECKS:
         for dtype in DTYPES:
-            _try(check, _Case(name, quantizer, dtype))
+            _try(check, QuantizerCase(name, quantizer, dtype))
 
 
-class _Case:
-    """A format and the dtype of the values that it is tried on."""
-
-    def __init__(self, name: str, quantizer: Quantizer, dtype: torch.dtype) -> None:
-        self.name = name
-        self.quantizer = quantizer
-        self.dtype = dtype
-        self.size = quantizer.group_size or SIZE
-
-    @property
-    def spec(self) -> QuantSpec:
-        return QuantSpec(_target_=self.name, group_size=self.size)
-
-    @property
-    def fake(self) -> FakeQuantizer:
-        """The format as it is used, without clip ratios."""
-        return FakeQuantizer(self.spec, self.quantizer)
-
-    def groups(self, *, seed: int = 0) -> Tensor:
-        """Return groups `(COUNT, size)` of several magnitudes, with an outlier in the second."""
-        generator = torch.Generator().manual_seed(seed)
-        groups = torch.randn(COUNT, self.size, generator=generator, dtype=torch.float64)
-        groups[1, -1] = 20.0
-        return (groups * torch.logspace(-3, 2, COUNT, dtype=torch.float64)[:, None]).to(self.dtype)
-
-    def used(self, groups: Tensor, *, clip: float = 1.0) -> tuple[Grid, Tensor, Tensor]:
-        """Return grid, bounded codes and values of groups."""
-        clips = self.quantizer.clips or clip < 1.0
-        grid = self.quantizer.grid(groups, clip)
-        codes = self.quantizer.encode(groups, grid, clips=clips)
-        bounded = grid.clamp(codes)
-        return grid, codes, self.quantizer.decode(bounded.clone(), grid.scale)
-
-    def require_like(self, tensor: Tensor, groups: Tensor, part: str) -> None:
-        """Require shape and dtype of groups."""
-        shape = tuple(tensor.shape)
-        self.require(shape == groups.shape, f"{part} returns {shape} for groups of {tuple(groups.shape)}")
-        self.require(tensor.dtype == groups.dtype, f"{part} returns {tensor.dtype} for values of {groups.dtype}")
-
-    def require(self, holds: bool | Tensor, sentence: str) -> None:
-        _require(bool(holds), self.name, sentence)
-
-
-def _try(check: Callable[[_Case], None], case: _Case) -> None:
+def _try(check: Callable[[QuantizerCase], None], case: QuantizerCase) -> None:
     try:
         check(case)
     except AssertionError:
@@ -93,12 +47,7 @@ def _try(check: Callable[[_Case], None], case: _Case) -> None:
         raise AssertionError(f"{case.name}: raises {error!r} for {case.dtype} (rule: {rule})") from error
 
 
-def _require(holds: bool, name: str, sentence: str) -> None:
-    if not holds:
-        raise AssertionError(f"{name}: {sentence}")
-
-
-def _shapes_and_dtypes(case: _Case) -> None:
+def _shapes_and_dtypes(case: QuantizerCase) -> None:
     groups, quantizer = case.groups(), case.quantizer
     before = groups.clone()
     grid = quantizer.grid(groups, 1.0)
@@ -111,7 +60,7 @@ def _shapes_and_dtypes(case: _Case) -> None:
     case.require_like(quantizer.decode(grid.clamp_(codes), grid.scale), groups, "decode")
 
 
-def _codes_fit(case: _Case) -> None:
+def _codes_fit(case: QuantizerCase) -> None:
     lowest, highest = case.quantizer.code_range
     wide = torch.iinfo(torch.int16)
     case.require(lowest < highest, f"code_range={(lowest, highest)} is empty")
@@ -125,14 +74,14 @@ def _codes_fit(case: _Case) -> None:
         case.require(within, "encode returns codes beyond the grid although clips=False")
 
 
-def _values_stay(case: _Case) -> None:
+def _values_stay(case: QuantizerCase) -> None:
     grid, _, values = case.used(case.groups())
     codes = grid.clamp_(case.quantizer.encode(values, grid, clips=case.quantizer.clips))
     again = case.quantizer.decode(codes, grid.scale)
     case.require(torch.equal(again, values), "quantizing twice on the same grid changes values: decode(encode(x))")
 
 
-def _zeros_stay(case: _Case) -> None:
+def _zeros_stay(case: QuantizerCase) -> None:
     groups = case.groups()
     groups[2] = 0.0
     values = case.fake(groups)
@@ -140,7 +89,7 @@ def _zeros_stay(case: _Case) -> None:
     case.require(case.fake(groups * 1e-30).isfinite().all(), "groups of tiny values become NaN or infinite")
 
 
-def _poison_stays(case: _Case) -> None:
+def _poison_stays(case: QuantizerCase) -> None:
     clean = case.groups()
     expected = case.fake(clean)
     for poison in (torch.nan, torch.inf, -torch.inf):
@@ -151,7 +100,7 @@ def _poison_stays(case: _Case) -> None:
             case.require(not values[1].isfinite().all(), f"{poison} in a group does not show in its values")
 
 
-def _groups_are_apart(case: _Case) -> None:
+def _groups_are_apart(case: QuantizerCase) -> None:
     groups = case.groups()
     order = torch.tensor([3, 0, 5, 1, 4, 2])
     same = torch.equal(case.fake(groups[order]), case.fake(groups)[order])
@@ -162,7 +111,7 @@ def _groups_are_apart(case: _Case) -> None:
     )
 
 
-def _columns_are_apart(case: _Case) -> None:
+def _columns_are_apart(case: QuantizerCase) -> None:
     groups = case.groups()
     grid, codes, values = case.used(groups)
     clips = case.quantizer.clips
@@ -174,13 +123,13 @@ def _columns_are_apart(case: _Case) -> None:
     case.require(torch.equal(torch.cat(list(parts), -1), values), "decode of one column at a time gives other values")
 
 
-def _is_deterministic(case: _Case) -> None:
+def _is_deterministic(case: QuantizerCase) -> None:
     groups = case.groups()
     first, _, second = case.fake(groups), case.fake(case.groups(seed=1)), case.fake(groups)
     case.require(torch.equal(first, second), "the same values are quantized differently the second time")
 
 
-def _any_shape(case: _Case) -> None:
+def _any_shape(case: QuantizerCase) -> None:
     rows = torch.cat([case.groups(seed=seed) for seed in range(4)]).reshape(6, 4 * case.size)
     expected = case.fake(rows)
     for shape in ((2, 3, -1), (3, 2, -1), (1, 6, -1)):
@@ -191,7 +140,7 @@ def _any_shape(case: _Case) -> None:
     case.require(case.fake(rows[:0]).shape == rows[:0].shape, "a tensor without rows is not taken")
 
 
-def _narrow_dtypes(case: _Case) -> None:
+def _narrow_dtypes(case: QuantizerCase) -> None:
     rows = case.groups().bfloat16()
     expected = case.fake(rows.float()).bfloat16()
     case.require(torch.equal(case.fake(rows), expected), "bfloat16 is not quantized as its values in float32 are")
@@ -200,14 +149,14 @@ def _narrow_dtypes(case: _Case) -> None:
     case.require(torch.equal(narrow, values.bfloat16()), "decode of codes in bfloat16 gives other values, once rounded")
 
 
-def _needs_no_gradient(case: _Case) -> None:
+def _needs_no_gradient(case: QuantizerCase) -> None:
     own = [value for value in vars(case.quantizer).values() if isinstance(value, (Tensor, nn.Module))]
     tensors = [tensor for value in own for tensor in ([value] if isinstance(value, Tensor) else value.parameters())]
     learned = any(tensor.requires_grad for tensor in tensors)
     case.require(not learned, "holds a tensor that requires a gradient, and a format gets none")
 
 
-def _gradients(case: _Case) -> None:
+def _gradients(case: QuantizerCase) -> None:
     groups = case.groups().requires_grad_()
     (gradient,) = torch.autograd.grad(case.fake(groups).sum(), groups)
     grid, codes, _ = case.used(groups.detach())
@@ -218,7 +167,7 @@ def _gradients(case: _Case) -> None:
     case.require(torch.equal(decoded, values), "the backward pass decodes other values than the forward pass gave")
 
 
-def _copies(case: _Case) -> None:
+def _copies(case: QuantizerCase) -> None:
     groups = case.groups()
     for how, copied in (("copied", copy.deepcopy), ("pickled", _pickled)):
         try:
@@ -233,7 +182,7 @@ def _pickled(quantizer: FakeQuantizer) -> FakeQuantizer:
     return copied
 
 
-def _clip_ratios(case: _Case) -> None:
+def _clip_ratios(case: QuantizerCase) -> None:
     quantizer, groups = case.quantizer, case.groups()
     whole, half = quantizer.grid(groups, 1.0), quantizer.grid(groups, 0.5)
     if not quantizer.takes_clip_ratio:
@@ -247,7 +196,7 @@ def _clip_ratios(case: _Case) -> None:
     case.require(beyond.any(-1).all(), "encode shows by no code that a ratio of 0.5 clips, although clips=True")
 
 
-def _learned_ratios(case: _Case) -> None:
+def _learned_ratios(case: QuantizerCase) -> None:
     quantizer, groups = case.quantizer, case.groups()
     if not quantizer.learns_clip_ratio:
         return
