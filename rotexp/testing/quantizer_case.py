@@ -40,7 +40,7 @@ class QuantizerCase:
         return (groups * torch.logspace(-3, 2, COUNT, dtype=torch.float64)[:, None]).to(self.dtype)
 
     def used(self, groups: Tensor, *, clip: float = 1.0) -> tuple[Grid, Tensor, Tensor]:
-        """Return grid, bounded codes and values of groups."""
+        """Return the grid of groups, their codes before they are bounded, and their values."""
         clips = self.quantizer.clips or clip < 1.0
         grid = self.quantizer.grid(groups, clip)
         codes = self.quantizer.encode(groups, grid, clips=clips)
