@@ -216,7 +216,8 @@ def _wrong_value(key: str, known: Vocabulary, *, shown: str, reason: str) -> str
 def _allowed(key: str, node: Node) -> str:
     """Say what a key takes, and what to do."""
     if isinstance(node, DictConfig):
-        return f"set key by key; name one of {', '.join(f'{key}.{name}' for name in map(str, node))}"
+        names = [f"{key}.{name}" for name in map(str, node) if name not in ("_target_", "options")]
+        return f"set key by key; name one of {', '.join(names)}"
     if isinstance(node, EnumNode):
         choices: type[Enum] = node.enum_type
         kind = f"one of {', '.join(choice.name for choice in choices)}"

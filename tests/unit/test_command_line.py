@@ -17,7 +17,7 @@ from rotexp.process.signals import Interrupted
 
 PRESETS = Path(__file__).parents[2] / "conf" / "model"
 MODELS = f"choose one of {', '.join(sorted(path.stem for path in PRESETS.glob('*.yaml')))}"
-TRAIN_KEYS = "train has steps, params, micro_batch_size, max_grad_norm, lr_schedule, warmup_steps, log_every"
+TRAIN_KEYS = "train has steps, params, micro_batch_size, max_grad_norm, lr_schedule, scheduler, warmup_steps, log_every"
 
 REFUSED: dict[str, list[str]] = {
     # a group, an option

@@ -431,9 +431,11 @@ def test_worlds_that_fit_are_accepted(default: Config) -> None:
 
 
 def test_a_key_that_is_added_by_force_is_refused() -> None:
-    for key in ("nonsense", "train.nonsense", "quant.weights.nonsense", "objective.nonsense"):
+    for key in ("nonsense", "train.nonsense", "quant.weights.nonsense", "optimizer.nonsense"):
         with pytest.raises(UnknownKeyError, match=f"^{key}: "):
             compose(f"++{key}=1")
+    with pytest.raises(ValueError, match=r"^objective.nonsense: is no option of .*CrossEntropy"):
+        compose("++objective.nonsense=1")
 
 
 def test_a_configuration_without_the_schema_is_refused(tmp_path: Path) -> None:
@@ -508,7 +510,7 @@ def values(node: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
         child, path = getattr(node, option.name), (*prefix, option.name)
         if dataclasses.is_dataclass(child):
             yield from values(child, path)
-        else:
+        elif option.name != "options":  # of any names, none here; spread beside _target_ in text
             yield path, child if child is not None else Null(str(option.type))
 
 
