@@ -526,7 +526,7 @@ def other(value: Any) -> Any:
         case list():
             return [*value, 0.5 if value and isinstance(value[0], float) else "another"]
         case Null(annotation):
-            others = {"int | None": 3, "bool | None": True, "str | None": "text", "float | None": 0.5}
+            others = {"int | None": 3, "bool | None": True, "str | None": "text", "float | None": 0.5, "Any": "part"}
             return Dtype.float16 if annotation == "Dtype | None" else others[annotation]
         case _:
             return f"{value} another"
