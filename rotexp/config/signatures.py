@@ -18,7 +18,18 @@ KINDS: dict[Any, tuple[tuple[type[Any], ...], str]] = {
 }
 """What a value must be for a parameter of that type, and what to call it; other types are the constructor's affair."""
 
-GIVEN = {"optimizer": 1, "objective": 0, "train.scheduler": 3, "rotation.start": 0, "data": 0}
+GIVEN = {
+    "optimizer": 1,
+    "objective": 0,
+    "train.scheduler": 3,
+    "rotation.start": 0,
+    "data": 0,
+    "quant.weights": 0,
+    "quant.activations": 0,
+    "quant.kv": 0,
+    "tracker": 1,
+    "sharding": 0,
+}
 """How many positional arguments rotexp itself gives to the class at a key."""
 
 

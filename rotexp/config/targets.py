@@ -22,8 +22,13 @@ class NotGrantedError(ValueError):
     """A part of the user's own whose module was not named by `plugins`."""
 
 
-OURS = ("rotexp.optim.", "rotexp.training.objectives.", "rotexp.tracking.", "rotexp.sharding.")
-"""Prefixes of what `_target_` may name of rotexp's own."""
+OURS = {
+    "optimizer": "rotexp.optim",
+    "objective": "rotexp.training.objectives",
+    "tracker": "rotexp.tracking",
+    "sharding": "rotexp.sharding",
+}
+"""The package of rotexp's own of which `_target_` may name a class, by the key of the part."""
 
 
 def build(component: Any, *arguments: Any) -> Any:
@@ -50,6 +55,20 @@ def made(component: Any, *arguments: Any, key: str, protocol: type[Any]) -> Any:
             asks = f"which {protocol.__module__}.{protocol.__name__} asks for"
             raise ValueError(f"{where}: has no {name}, {asks}; add it")
     return part
+
+
+def check_members(component: Any, *, key: str, protocol: type[Any]) -> None:
+    """Refuse a component whose class lacks a method that a Protocol asks for, where it cannot be made yet.
+
+    Raises:
+        ValueError: it does.
+    """
+    module, _, name = component._target_.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    for method in (name for name in members(protocol) if callable(getattr(protocol, name, None))):
+        if not hasattr(found, method):
+            asks = f"which {protocol.__module__}.{protocol.__name__} asks for"
+            raise ValueError(f"{key}._target_={component._target_}: has no {method}, {asks}; add it")
 
 
 def members(protocol: type[Any]) -> list[str]:
@@ -99,15 +118,13 @@ def check_target(component: Any, *, key: str, plugins: Sequence[str] = ()) -> No
         assert inspect.isclass(found)
         check_options(found, options_of(component), key=key, target=target)
         return
-    ours = f"a class of {' or '.join(prefix.rstrip('.') for prefix in OURS)}, or of a plug-in"
-    root = target.partition(".")[0]
-    remedy = "leave it as the option sets it" if root in ("rotexp", target) else f"type plugins=[{root}] if it is yours"
-    allowed = target.startswith(OURS) and name in _classes(module)
-    try:
-        require(allowed, f"{key}._target_", target, ours, remedy)
-    except ValueError as error:
-        raise (NotGrantedError if remedy.startswith("type") else ValueError)(str(error)) from None
-    if isinstance(component, Component) and component.options:
+    room, root = OURS.get(key), target.partition(".")[0]
+    allowed = f"a class of {'a plug-in' if room is None else f'{room}, or of a plug-in'}"
+    if root not in ("rotexp", target):
+        raise NotGrantedError(f"{key}._target_={target}: must be {allowed}; type plugins=[{root}] if it is yours")
+    inside = room is not None and target.startswith(f"{room}.") and name in _classes(module)
+    require(inside, f"{key}._target_", target, allowed, "leave it as the option sets it")
+    if isinstance(component, (Component, Pluggable)) and component.options:
         check_options(getattr(importlib.import_module(module), name), component.options, key=key, target=target)
 
 

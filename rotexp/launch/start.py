@@ -37,9 +37,11 @@ def start(config: Config, folder: Path) -> int:
         beginning = find_beginning(config, folder) if adopted is None else Beginning()
         from rotexp.experiment.inputs import open_inputs
         from rotexp.models.load import resolve_model
+        from rotexp.tracking.recording import check_own_tracker
         from rotexp.training.parts import check_parts
 
         check_parts(config)
+        check_own_tracker(config.tracker)
         inputs = open_inputs(config)
         check_model(beginning, inputs.checkpoint.identity)
         config = replace(config, model=resolve_model(config.model, inputs.checkpoint))

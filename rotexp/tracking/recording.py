@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from rotexp.config.components import Component
-from rotexp.config.targets import build
+from rotexp.config.targets import build, check_members
 from rotexp.errors.library import reason
 from rotexp.metrics.keys import check_keys
 from rotexp.runfolder.records import MetricsFile
@@ -83,6 +83,16 @@ class Trackers:
         """What trackers call the run, by tracker; W&B's is `wandb`."""
         mirrors = (tracker for tracker in self._trackers if isinstance(tracker, Mirror))
         return {mirror.name: mirror.run_id for mirror in mirrors if mirror.run_id is not None}
+
+
+def check_own_tracker(config: TrackerConfig) -> None:
+    """Refuse a tracker of the user's own that lacks what runs call.
+
+    Raises:
+        ValueError: it does.
+    """
+    if config.target is not None:
+        check_members(config, key="tracker", protocol=Tracker)
 
 
 def open_trackers(

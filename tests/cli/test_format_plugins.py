@@ -89,7 +89,7 @@ def test_inspect_calls_the_format_by_its_name() -> None:
     [
         (["quant=mxfp4", "plugins=[mxfp4]", "train.params=rotations_and_scales"], "has no scales that can be learned"),
         (["quant=nf4", "plugins=[nf4]", "quant.weights.group_size=50"], "group_size=50 does not divide the width 192"),
-        (["quant=nf4"], "quant.weights._target_=nf4.NF4: must be a class of rotexp"),
+        (["quant=nf4"], "quant.weights._target_=nf4.NF4: must be a class of a plug-in"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(changes: list[str], message: str, tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
-import rotexp.sharding
 from rotexp.config.composition import resolved_yaml, to_config, to_plain
 from rotexp.config.schema import Config
 from rotexp.config.validation import validate_world
 from rotexp.launch.command_line import register
 from rotexp.launch.start import choose_world_size
 from rotexp.sharding.options import ShardingConfig
-from rotexp.sharding.strategies import Full, mesh_sizes, strategy_of
+from rotexp.sharding.strategies import Full, strategy_of
 from rotexp.sweep.devices import with_share_of_threads
 from rotexp.tracking.naming import option_name
 
@@ -61,7 +60,7 @@ def test_its_smallest_world_is_taken_on_a_cpu_and_threads_are_divided_by_it(monk
     ("override", "line"),
     [
         ("sharding.count=0", r"sharding\.count=0: must be 1 or more; use sharding=no_shard"),
-        ("sharding.count=three", r"sharding=LastLayers: last_layers\.LastLayers does not work: .*'>=' not supported"),
+        ("sharding.count=three", r"sharding\.count=three: must be a whole number"),
         ("+sharding.depth=3", r"sharding\.depth: is no option of last_layers\.LastLayers; choose one of count"),
         ("sharding.precision=bf16", r"sharding\.precision=bf16: must be none or fp32 here; set model\.dtype"),
         ("sharding.replicate=2", r"sharding\.replicate=2: must be null for a one-dimensional strategy"),
@@ -73,22 +72,6 @@ def test_its_smallest_world_is_taken_on_a_cpu_and_threads_are_divided_by_it(monk
 def test_what_cannot_be_used_is_refused_by_its_key(override: str, line: str) -> None:
     with pytest.raises(ValueError, match=line):
         composed(EXAMPLE, "sharding=last_layers", override)
-
-
-def test_a_strategy_of_rotexps_costs_one_file_and_one_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pairs.py").write_text(
-        "from rotexp.sharding.strategies import Sharding\n"
-        "class Pairs(Sharding):\n"
-        "    minimum_world = 4\n"
-        "    def mesh(self, sharding, *, world_size, ranks_per_node):\n"
-        "        return world_size // 2, 2\n"
-    )
-    (tmp_path / "sharding").mkdir()
-    (tmp_path / "sharding" / "pairs.yaml").write_text("_target_: rotexp.sharding.pairs.Pairs\n")
-    monkeypatch.setattr(rotexp.sharding, "__path__", [*rotexp.sharding.__path__, str(tmp_path)])
-    config = composed(tmp_path, "sharding=pairs")
-    assert choose_world_size(config) == 4
-    assert mesh_sizes(config.sharding, world_size=8) == (4, 2)
 
 
 def test_rotexps_own_may_be_named_by_their_class_too() -> None:

@@ -120,11 +120,11 @@ def test_whatever_it_raises_is_said_once_and_the_run_goes_on(
     assert warnings == [f"tracker {HERE}: out of paper; the run goes on, metrics.jsonl holds everything"]
 
 
-def composed(folder: Path, *overrides: str) -> Config:
+def composed(folder: Path, *overrides: str, typed: Sequence[str] = ()) -> Config:
     register()
     search = f"hydra.searchpath=[file://{folder}]"
     with initialize_config_module("rotexp.conf", version_base="1.3"):
-        return to_config(compose("config", overrides=[search, *overrides]), typed=["tensorboard_tracker"])
+        return to_config(compose("config", overrides=[search, *overrides]), typed=typed)
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -142,7 +142,13 @@ def test_tensorboard_shows_a_resumed_run_as_its_metrics_have_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(EXAMPLE)
-    config = composed(EXAMPLE, "tracker=tensorboard", "tracker.flush_secs=5", "plugins=[tensorboard_tracker]")
+    config = composed(
+        EXAMPLE,
+        "tracker=tensorboard",
+        "tracker.flush_secs=5",
+        "plugins=[tensorboard_tracker]",
+        typed=["tensorboard_tracker"],
+    )
     assert (config.tracker.target, config.tracker.options) == ("tensorboard_tracker.TensorBoard", {"flush_secs": 5})
     plain = to_plain(config)
     for step, logged_to, last in ((0, -1, 3), (2, 3, 4)):
@@ -167,23 +173,3 @@ def test_the_example_keeps_what_is_expected_of_a_tracker(monkeypatch: pytest.Mon
     from tensorboard_tracker import TensorBoard  # type: ignore[import-not-found]
 
     check_tracker(TensorBoard, flush_secs=5)
-
-
-def test_a_tracker_of_rotexps_costs_one_file_and_one_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import rotexp.tracking
-
-    (tmp_path / "paper.py").write_text(
-        "class Paper:\n"
-        "    def __init__(self, run, *, width):\n"
-        "        self.file = (run.folder / 'paper.txt').open('w')\n"
-        "    def log(self, row, *, step):\n"
-        "        print(step, row, file=self.file)\n"
-        "    def finish(self, summary, *, exit_code):\n"
-        "        self.file.close()\n"
-    )
-    (tmp_path / "tracker").mkdir()
-    (tmp_path / "tracker" / "paper.yaml").write_text("_target_: rotexp.tracking.paper.Paper\nwidth: 80\n")
-    monkeypatch.setattr(rotexp.tracking, "__path__", [*rotexp.tracking.__path__, str(tmp_path)])
-    config = composed(tmp_path, "tracker=paper")
-    live(open_trackers(config.tracker, TrackedRun(tmp_path, to_plain(config)), rank=0))
-    assert (tmp_path / "paper.txt").read_text() == "1 {'train/loss': 1.0}\n2 {'train/loss': 0.5}\n"
