@@ -71,9 +71,7 @@ REFUSED: dict[str, list[str]] = {
     "quant.weights.bits=9": ["quant.weights.bits=9 is not one of (2, 3, 4, 5, 6, 7, 8, 16); set 16"],
     "train.steps=${nope}": ["train.steps: ", "'nope' not found; correct the reference"],
     "train.steps=${oc.env:NO_SUCH_VARIABLE}": ["train.steps: ", "NO_SUCH_VARIABLE", "correct the reference"],
-    "objective._target_=torch.load": [
-        "objective._target_=torch.load: must be a class of rotexp.training.objectives, or "
-    ],
+    "objective._target_=torch.load": ["objective._target_=torch.load: must be a class of rotexp.training"],
     "model=hf": ["model.path=null: must be a hub id or a folder; set model.path=DIR_OR_HUB_ID"],
     "model=hf model.path=": ["model.path=: must be a hub id or a folder; set model.path=DIR_OR_HUB_ID"],
     "model.path=???": ["model.path: has no value; ", "set model.path=…"],
