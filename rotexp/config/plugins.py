@@ -13,8 +13,6 @@ from contextvars import ContextVar
 from importlib.metadata import entry_points
 from types import ModuleType
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
 KEY = "plugins"
 ENTRY_POINTS = "rotexp.plugins"
 
@@ -44,6 +42,8 @@ def granted_plugins() -> tuple[str, ...]:
 
 def typed_plugins(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return the modules that `plugins=[…]` names among overrides."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # what is built needs no Hydra
+
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     typed = next((override.value() for override in parsed if override.key_or_group == KEY), None)
     names = [typed] if isinstance(typed, str) else typed if isinstance(typed, list) else []

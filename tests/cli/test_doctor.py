@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rotexp.doctor import main
 from rotexp.launch import readiness as doctor
 
 REPOSITORY = Path(__file__).parents[2]
@@ -62,7 +63,7 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     def call(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["doctor", *arguments])
         monkeypatch.setenv("COLUMNS", "200")
-        code = doctor.main()
+        code = main()
         return code, " ".join(capsys.readouterr().out.replace("│", " ").split())
 
     return call

@@ -12,8 +12,8 @@ import torch
 from run_train import run_train
 from safetensors.torch import load_file, save_file
 
-from rotexp.experiment import evaluation as evaluate
-from rotexp.experiment import exporting as export
+from rotexp.evaluate import main as evaluate
+from rotexp.export import main as export
 
 pytestmark = pytest.mark.slow
 
@@ -71,9 +71,9 @@ def test_measuring_and_exporting_refuse_it_and_write_nothing(
     out = tmp_path / "out"
     measured = [override for override in kept if override.startswith(("data", "evaluation"))]
     for command, arguments in (
-        (evaluate.main, [f"run={run.folder}", f"out={out}"]),
-        (evaluate.main, ["model=hf", f"model.path={untied}", *measured, f"out={out}"]),
-        (export.main, [f"run={run.folder}", f"export.path={out}"]),
+        (evaluate, [f"run={run.folder}", f"out={out}"]),
+        (evaluate, ["model=hf", f"model.path={untied}", *measured, f"out={out}"]),
+        (export, [f"run={run.folder}", f"export.path={out}"]),
     ):
         monkeypatch.setattr(sys, "argv", ["rotexp", *arguments])
         capsys.readouterr()

@@ -126,7 +126,7 @@ def test_what_a_tokenizer_writes_comes_out_after_each_piece(
             os.write(2, f"{text}\n".encode())
             return super().__call__(text, **options)
 
-    monkeypatch.setattr(blocks, "pieces", lambda text: iter(text.split("/")))
+    monkeypatch.setattr(blocks, "chunks", lambda text: iter(text.split("/")))
     cut("ab/cd", Writing(), length=2, rows=128, key="data.calibration")
     assert [*shown, capfd.readouterr().err] == ["", "ab\n", "cd\n"]
 
