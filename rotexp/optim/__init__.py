@@ -1,1 +1,1 @@
-"""Optimizers on the orthogonal matrices: their options (`options`, without torch), their maths and the optimizers."""
+"""Optimizers on the orthogonal matrices: their options (`options`, without torch), their Protocol, ours."""

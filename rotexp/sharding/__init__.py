@@ -1,1 +1,1 @@
-"""Sharding: which strategy splits which parameter over which ranks, and how a shard is read and written."""
+"""Sharding: which strategy splits which parameter over which ranks, how a shard is read and written, the guard."""

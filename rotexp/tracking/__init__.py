@@ -1,1 +1,1 @@
-"""Tracking: the run folder's files (the truth), their W&B mirror, and what a person sees meanwhile."""
+"""Tracking: what records a run beside its folder, W&B or the user's own, and what a person sees meanwhile."""
