@@ -45,6 +45,7 @@ WRITTEN = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "benchmarks" / "README.md",
+    ROOT / "examples" / "README.md",
     *PAGES,
 ]
 MADE = re.compile(r"docs/reference/(?!index)[\w-]+\.md")
@@ -255,8 +256,12 @@ def test_every_plug_in_of_the_examples_is_one_file_and_one_yaml_and_stands_on_th
     own = [file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
     by_kind = {suffix: [file for file in own if file.suffix == suffix] for suffix in (".py", ".yaml")}
     assert len(by_kind[".py"]) == len(by_kind[".yaml"]) >= 5
+    scripts = [file for file in (ROOT / "examples").iterdir() if file.suffix in (".py", ".ipynb")]
     for page in (DOCS / "examples.md", ROOT / "examples" / "README.md"):
-        assert [file.name for file in by_kind[".py"] if file.name not in read(page)] == [], page
+        assert [file.name for file in [*by_kind[".py"], *scripts] if file.name not in read(page)] == [], page
+        assert sorted(typed for typed in typed_on(page, "python -m rotexp.train") if typed[0]) == sorted(
+            COMMANDS_IN_FOLDERS
+        )
 
 
 OPTIMIZER = '''"""A new optimizer."""
