@@ -1,4 +1,4 @@
-"""What every file in the folder of a run, and of a sweep, is called."""
+"""What files in the folder of a run, and of a sweep, are called, where several modules need the name."""
 
 from __future__ import annotations
 
