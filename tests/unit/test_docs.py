@@ -53,9 +53,7 @@ MADE = re.compile(r"docs/reference/(?!index)[\w-]+\.md")
 ROOM = re.compile(r"`((?:rotexp|conf|docs|tests|benchmarks|multirun_scripts|examples|hydra_plugins)/[\w./-]*)`")
 """A path of the repository as pages write it; the folders of a user's own start elsewhere."""
 FENCE = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-"""A block of code: its language, the file it is of, its text."""
-INCLUDED = re.compile(r'^--8<-- "(.+)"\n$')
-"""A block that is a file of the repository."""
+"""A block of code that is written on a page (those of files begin with ``` {.python}): language, file, text."""
 
 
 def read(file: Path) -> str:
@@ -139,9 +137,8 @@ def test_the_citation_says_whom_and_what_to_cite() -> None:
 
 
 def blocks(page: Path, language: str) -> list[tuple[str, str]]:
-    """Return the file and the text of every block of a language that is no file of the repository's."""
-    found = [(title, text) for kind, title, text in FENCE.findall(read(page)) if kind == language]
-    return [(title, text) for title, text in found if not INCLUDED.match(text)]
+    """Return the file and the text of every block of a language that is written on a page."""
+    return [(title, text) for kind, title, text in FENCE.findall(read(page)) if kind == language]
 
 
 def notebook_code() -> str:
