@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -246,6 +247,19 @@ def test_plug_ins_of_the_examples_are_taken_by_the_commands_of_the_page(
     assert {target.partition(".")[0] for target in targets} == {module}
     shown = re.findall(r'--8<-- "(.+)"', read(EXTENDING))
     assert plugin == "plugins=[mxfp4]" or f"{folder}/{module}.py" in shown
+
+
+def test_commands_of_pages_compose() -> None:
+    """Those that train once by files of rotexp's alone; FILE stands for a text of the user's own."""
+    composed = 0
+    for page in [ROOT / "README.md", *PAGES]:
+        for line in shell_lines(read(page)):
+            _, command, typed = line.partition("python -m rotexp.train ")
+            words = shlex.split(typed)
+            if command and not any(word.startswith("-") for word in words):
+                rotexp.load_config([word.replace("FILE", f"{index}.txt") for index, word in enumerate(words)])
+                composed += 1
+    assert composed >= 6
 
 
 def test_every_plug_in_of_the_examples_is_one_file_and_one_yaml_and_stands_on_the_pages() -> None:
