@@ -7,6 +7,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from rotexp.optim.options import CayleySGDOptions, Solver, StepRule
@@ -14,6 +15,8 @@ from rotexp.orthogonal import stiefel
 
 CONTRACTION = 0.5
 EPSILON = 1e-8
+ORTHOGONAL = 1e-2
+"""Largest max|R Rᵀ − I| of a matrix taken for a rotation; long training and TensorFloat-32 stay far below it."""
 OPTION_NAMES = tuple(option.name for option in dataclasses.fields(CayleySGDOptions))
 
 Choice = TypeVar("Choice", bound=Enum)
@@ -49,8 +52,8 @@ class CayleySGD(Optimizer):
         retract_every: each rotation is replaced by its QR factor after every so many of its steps; 0 for never.
 
     Raises:
-        ValueError: an option, or a parameter, that cannot be used; in `step`, a learning rate out of range or a sparse
-            gradient.
+        ValueError: an option, or a parameter, that cannot be used, such as one that is not orthogonal (where its values
+            are here: not on the meta device, no DTensor); in `step`, a learning rate out of range or a sparse gradient.
         RuntimeError: in `step`, the exact solver returned what is no solution; that batch has not moved then (on an
             accelerator the error comes later, and nothing can be read from the device any more).
 
@@ -83,7 +86,8 @@ class CayleySGD(Optimizer):
         """Add a group of rotations, with its own options where it names them.
 
         Raises:
-            ValueError: an option, or a parameter, that cannot be used; the group is not added then.
+            ValueError: an option, or a parameter, that cannot be used, such as one that is not orthogonal; the group is
+                not added then.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -92,6 +96,7 @@ class CayleySGD(Optimizer):
             names = group.get("param_names", [f"params[{index}]" for index in range(len(group["params"]))])
             for name, parameter in zip(names, group["params"], strict=True):
                 _check_parameter(parameter, name=name)
+            _check_orthogonal(dict(zip(names, group["params"], strict=True)))
         except ValueError:
             self.param_groups.pop()
             raise
@@ -240,6 +245,38 @@ def _check_parameter(parameter: Tensor, *, name: str) -> None:
             f"{name} has shape {shape}, layout {layout}: "
             f"a rotation is a dense square matrix, or a stack of such blocks; leave it out"
         )
+
+
+@torch.no_grad()
+def _check_orthogonal(parameters: dict[str, Tensor]) -> None:
+    """Refuse matrices that are no rotations, once, in one product for all of a size.
+
+    Raises:
+        ValueError: the first of them is named.
+    """
+    batches: dict[tuple[object, ...], dict[str, Tensor]] = {}
+    for name, parameter in parameters.items():
+        if parameter.numel() and not parameter.is_meta and not isinstance(parameter, DTensor):
+            size = (parameter.shape[-1], parameter.dtype, parameter.device)
+            batches.setdefault(size, {})[name] = parameter
+    for batch in batches.values():
+        for name, error in zip(batch, _orthogonality_errors([*batch.values()]), strict=True):
+            if not error <= ORTHOGONAL:
+                raise ValueError(
+                    f"{name} is not orthogonal (max|R Rᵀ − I| = {error:.1e}, at most {ORTHOGONAL:.0e}): "
+                    f"start from rotexp.random_orthogonal, or project it by "
+                    f"rotexp.orthogonal.stiefel.polar_projection"
+                )
+
+
+def _orthogonality_errors(matrices: list[Tensor]) -> list[float]:
+    """Return max|R Rᵀ − I| of every tensor (..., n, n) of one n, in their own precision."""
+    rotations = _stacked(matrices)
+    products = rotations @ rotations.mT
+    products.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+    errors = torch.split(products.abs().amax(dim=(-2, -1)), [matrix.shape[:-2].numel() for matrix in matrices])
+    worst: list[float] = torch.stack([error.amax() for error in errors]).tolist()
+    return worst
 
 
 def _check_gradient(gradient: Tensor) -> None:

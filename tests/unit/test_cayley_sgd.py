@@ -418,6 +418,9 @@ SQUARE = torch.eye(4)
         (SQUARE.bfloat16(), {}, ("params[0]", "bfloat16", "float32")),
         (SQUARE.to(torch.complex64), {}, ("params[0]", "complex64", "float32")),
         (SQUARE.to_sparse(), {}, ("params[0]", "sparse", "dense")),
+        (1.01 * SQUARE, {}, ("params[0]", "not orthogonal", "2.0e-02", "rotexp.random_orthogonal", "polar_projection")),
+        (torch.stack([SQUARE, torch.ones(4, 4)]), {}, ("params[0]", "not orthogonal", "4.0e+00")),
+        (torch.full((4, 4), math.nan), {}, ("params[0]", "not orthogonal", "nan")),
     ],
 )
 def test_refusals_name_what_was_wrong(parameter: Tensor, options: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -431,6 +434,15 @@ def test_a_refused_group_is_not_added_and_named_by_its_name() -> None:
     with pytest.raises(ValueError, match="second has shape"):
         optimizer.add_param_group({"params": [("second", Parameter(torch.zeros(2, 3)))]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_only_matrices_that_are_no_rotations_are_refused_and_by_their_name() -> None:
+    good = {f"good{index}": Parameter(random_rotation(8, seed=index)) for index in SEEDS}
+    with pytest.raises(ValueError, match=r"^weight is not orthogonal"):
+        CayleySGD([*good.items(), ("weight", torch.nn.Linear(8, 8, bias=False, dtype=torch.float64).weight)], lr=0.1)
+    drifted = Parameter(random_rotation(8, seed=0, dtype=torch.float32) * 1.001)
+    on_meta = Parameter(torch.empty(8, 8, device="meta"))
+    assert len(CayleySGD([*good.values(), drifted, on_meta], lr=0.1).param_groups[0]["params"]) == 5
 
 
 def test_step_refuses_sparse_gradients_and_impossible_rates() -> None:
