@@ -56,34 +56,42 @@ def _check_requirements(finished: FinishedModel, options: ExportOptions) -> None
             "export.format=r_bin: more than rotations was trained, which R.bin does not hold; set "
             "export.format=checkpoint"
         )
-    check_plain(finished.model.added, finished.must_run, options, model_type=finished.checkpoint.config.model_type)
+    model = finished.model
+    if fault := plain_fault(model.added, finished.must_run, options, model_type=finished.checkpoint.config.model_type):
+        raise ValueError(fault)
 
 
-def check_plain(
-    added: Collection[str], must_run: Mapping[str, Any], options: ExportOptions, *, model_type: str
-) -> None:
-    """Refuse what a plain model cannot hold, and what it cannot do unless asked for.
+def plain_fault(
+    added: Collection[str],
+    must_run: Mapping[str, Any],
+    options: ExportOptions,
+    *,
+    model_type: str,
+    first: str = "",
+) -> str | None:
+    """Say what a plain model cannot hold, or cannot do unless asked for, and all that has to be set.
 
     Args:
         added: parameters that the plain model lacks.
         must_run: of `rotexp.experiment.finished_model.requirements`.
-
-    Raises:
-        ValueError: there are some, a transform must run online, or norms must run as another kind.
+        first: what has to be done before rotations can be exported in place of a checkpoint.
     """
-    if options.format is ExportFormat.checkpoint and added:
-        raise ValueError(
-            f"export.format=checkpoint: the merged model has {len(added)} parameters that the plain one lacks (such as "
-            f"{min(added)}); set export.format=r_bin"
-        )
     needs = [f"{transform['name']} of order {transform['order']}" for transform in must_run["online"]]
     if norms := must_run["rms_norms"]:
         needs.append(f"{len(norms)} norms of model_type={model_type} as RMSNorm")
-    if needs and not options.online:
-        raise ValueError(
-            f"export.online=false: the merged model needs {' and '.join(needs)} at run time, which plain transformers "
-            f"does not do; set export.online=true to export all the same, with a manifest that says so"
+    unasked = f"needs {' and '.join(needs)} at run time" if needs and not options.online else ""
+    if options.format is ExportFormat.checkpoint and added:
+        return (
+            f"export.format=checkpoint: the merged model has {len(added)} parameters that the plain one lacks (such as "
+            f"{min(added)}){unasked and ' and '}{unasked}; {first}set export.format=r_bin"
+            f"{unasked and ' and export.online=true'}"
         )
+    if unasked:
+        return (
+            f"export.online=false: the merged model {unasked}, which plain transformers does not do; set "
+            f"export.online=true to export all the same, with a manifest that says so"
+        )
+    return None
 
 
 def _check_companions(finished: FinishedModel) -> None:

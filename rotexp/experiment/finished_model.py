@@ -16,12 +16,13 @@ from rotexp.models.stored_model import StoredModel
 from rotexp.orthogonal.hadamard import HadamardTransform
 from rotexp.rotation.building import build_for_run
 from rotexp.rotation.file import LoadedRotations, assign_rotations, load_rotations
-from rotexp.rotation.invariance import check_invariance, check_merged, proof_tokens, trace
-from rotexp.rotation.merge import merge, prepare
+from rotexp.rotation.invariance import proof_tokens
 from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.proof import merge_and_prove, prepare_and_prove
 from rotexp.rotation.trainable import check_trained, load_trained
 from rotexp.runfolder.finished_run import FinishedRun
 from rotexp.runfolder.layout import WEIGHTS_FILE
+from rotexp.sharding.communication import Communication
 
 
 @dataclass(frozen=True)
@@ -87,16 +88,11 @@ def merge_finished(finished: FinishedModel) -> float:
     model = finished.model
     materialize(model.network, finished.checkpoint, device=torch.device("cpu"), added=model.added)
     token_ids = proof_tokens(model.network)
-    original = trace(model, token_ids, rotate=False)
-    prepare(model)
-    rotated = trace(model, token_ids, rotate=True)
-    check_invariance(original, rotated, layers=model.spec.layers, dtype=torch.float32)
+    original, _ = prepare_and_prove(model, token_ids, dtype=torch.float32, communication=Communication())
     if finished.trained is not None:
         load_trained(model, finished.trained)
-        original = trace(model, token_ids, rotate=True)
     model.network.requires_grad_(False)
-    merge(model)
-    return check_merged(original, model, token_ids, dtype=torch.float32)
+    return merge_and_prove(model, original, dtype=torch.float32, weights_trained=finished.trained is not None)
 
 
 def requirements(model: RotatedModel) -> dict[str, Any]:

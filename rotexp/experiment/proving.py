@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from rotexp.experiment.context import Context, compute_dtype
-from rotexp.rotation.invariance import PROOF_TOKENS, Trace, check_invariance, check_merged, trace
-from rotexp.rotation.merge import merge, prepare
-from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.invariance import PROOF_TOKENS
+from rotexp.rotation.model import RotatedModel, Trace
+from rotexp.rotation.proof import merge_and_prove, prepare_and_prove
 
 
 def prepare_model(context: Context, model: RotatedModel) -> Trace:
@@ -22,12 +22,9 @@ def prepare_model(context: Context, model: RotatedModel) -> Trace:
     """
     for warning in model.warnings:
         context.messages.warn(warning)
-    token_ids = _proof_tokens(context)
-    original = trace(model, token_ids, rotate=False)
-    with context.communication.equal_threads():  # lest replicas of what is baked differ in their last bits
-        prepare(model)
-    prepared = trace(model, token_ids, rotate=True)
-    error = check_invariance(original, prepared, layers=model.spec.layers, dtype=compute_dtype(context.config))
+    original, error = prepare_and_prove(
+        model, _proof_tokens(context), dtype=compute_dtype(context.config), communication=context.communication
+    )
     context.record.log({"eval/invariance": error})
     context.messages.say(f"invariance: relative logit error {error:.1e}")
     return original
@@ -42,11 +39,8 @@ def merge_model(context: Context, model: RotatedModel, original: Trace) -> None:
     Raises:
         ArithmeticError: the merged model does not compute it.
     """
-    token_ids = _proof_tokens(context)
-    if context.config.train.params.weights:
-        original = trace(model, token_ids, rotate=True)
-    merge(model)
-    check_merged(original, model, token_ids, dtype=compute_dtype(context.config))
+    trained = context.config.train.params.weights
+    merge_and_prove(model, original, dtype=compute_dtype(context.config), weights_trained=trained)
 
 
 def _proof_tokens(context: Context) -> Tensor:

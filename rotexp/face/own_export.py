@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rotexp.errors.wording import dtype_name
-from rotexp.experiment.exporting import check_plain
+from rotexp.experiment.exporting import plain_fault
 from rotexp.experiment.finished_model import requirements
 from rotexp.experiment.options import ExportDtype, ExportFormat, ExportOptions
 from rotexp.files.folders import complete_folder
 from rotexp.models.save import MANIFEST_FILE, save_checkpoint
 from rotexp.rotation.file import save_r_bin
+from rotexp.rotation.mode import BROKEN
 from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.local_rows import reshard
 
@@ -33,12 +34,10 @@ def export_model(placed: RotatedModel, target: Path, options: ExportOptions, *, 
     config: Any = placed.network.config
     must_run = requirements(placed)
     manifest = {"rotexp": version("rotexp"), "format": options.format.name, "must_run": must_run}
-    check_plain(placed.added, must_run, options, model_type=config.model_type)
+    _check_request(placed, must_run, options)
     if options.format is ExportFormat.r_bin:
         _write_rotations(placed, target, manifest)
         return
-    if len(placed.bank) or not placed.prepared:
-        raise ValueError("export: the rotations are not merged into the weights; call rotexp.merge(placed) before")
     weights = _whole(placed)
     if _writes():
         dtype = _dtype(placed, options)
@@ -54,9 +53,28 @@ def export_model(placed: RotatedModel, target: Path, options: ExportOptions, *, 
         )
 
 
+def _check_request(placed: RotatedModel, must_run: dict[str, Any], options: ExportOptions) -> None:
+    """Refuse what the model, in the state it is in, cannot be written as, with all that has to be done.
+
+    Raises:
+        ValueError: see there.
+    """
+    if placed.prepared and placed.proof is None:
+        raise ValueError(f"export: {BROKEN}")
+    merged = placed.prepared and not len(placed.bank)
+    faults = []
+    if options.format is ExportFormat.r_bin and not len(placed.bank):
+        faults = ["export.format=r_bin: the model has no rotations, or they are merged; export them before"]
+    elif options.format is ExportFormat.checkpoint and not merged and not placed.added:
+        faults = ["export: the rotations are not merged into the weights; call rotexp.merge(placed) before"]
+    network: Any = placed.network
+    first = "load the model anew, place, prepare and train it, and before it is merged " if merged else ""
+    fault = plain_fault(placed.added, must_run, options, model_type=network.config.model_type, first=first)
+    if faults := [*faults, *([fault] if fault else [])]:
+        raise ValueError("; also ".join(faults))
+
+
 def _write_rotations(placed: RotatedModel, target: Path, manifest: dict[str, Any]) -> None:
-    if not len(placed.bank):
-        raise ValueError("export.format=r_bin: the model has no rotations, or they are merged; export them before")
     if _writes():
         with complete_folder(target, key="path") as folder:
             save_r_bin(folder / "R.bin", placed.bank.snapshot(), layers=placed.spec.layers)

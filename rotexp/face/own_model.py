@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import TypeVar
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from rotexp.config.components import Component, Pluggable
 from rotexp.errors.requirements import MISSING
 from rotexp.errors.wording import dtype_name, few
-from rotexp.face.configs import load_config
+from rotexp.face.configs import checked, load_config
+from rotexp.face.unmerged_save import UnmergedSave
 from rotexp.models.arch import find_spec
 from rotexp.quant.options import QuantConfig
-from rotexp.rotation import merge as merging
 from rotexp.rotation import placement
 from rotexp.rotation.bank import RotationBank
-from rotexp.rotation.invariance import LIMITS, check_invariance, check_merged, proof_tokens, trace
-from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.invariance import LIMITS, evaluating, proof_tokens
+from rotexp.rotation.mode import BROKEN
+from rotexp.rotation.model import RotatedModel, Trace
 from rotexp.rotation.options import RotationConfig
+from rotexp.rotation.proof import merge_and_prove, prepare_and_prove
+from rotexp.sharding.communication import Communication
 
 Options = TypeVar("Options", RotationConfig, QuantConfig)
 
@@ -35,8 +40,10 @@ def place(
 ) -> RotatedModel:
     """Put rotations and quantizers into a causal Hugging Face model, in place; weights keep their names.
 
-    Until `placed.mode` says otherwise it computes what it did. A tied head gets a weight of its own where the residual
-    stream is rotated, with a warning; every parameter is frozen but the rotations, which lie on the weights' device.
+    Until `placed.mode` says otherwise it computes what it did; it may be rotated once `rotexp.prepare` has proved that.
+    A tied head gets a weight of its own where the residual stream is rotated, with a warning; every parameter is frozen
+    but the rotations, which lie on the weights' device. `save_pretrained` warns until `rotexp.merge`: it writes
+    `rotation_bank.*`, which transformers drops when it loads the model.
 
     Args:
         model: as `AutoModelForCausalLM` returns it, float32, bfloat16 or float16, on one device, not sharded yet.
@@ -51,6 +58,8 @@ def place(
         ValueError: in one line why this model, or these options, cannot be used; the model is as it was then.
     """
     _check_model(model)
+    if not isinstance(seed, int):
+        raise ValueError(f"seed={seed!r}: must be a whole number; give one")
     spec = find_spec(model)
     turned, quantized = _options("rotation", rotation, RotationConfig), _options("quant", quant, QuantConfig)
     if turned.path is not None:
@@ -60,6 +69,8 @@ def place(
     model.requires_grad_(False)
     placed = placement.place(model, spec, turned, quantized, seed=seed)
     placed.bank.to(device)
+    causal: Any = model
+    causal.save_pretrained = UnmergedSave(model, placed.bank)
     for warning in (*placed.warnings, *_untied(placed)):
         warnings.warn(warning, stacklevel=2)
     return placed
@@ -79,40 +90,75 @@ def prepare(placed: RotatedModel, token_ids: Tensor | None = None) -> float:
         The relative error of the logits.
 
     Raises:
-        ValueError: the model is prepared already, or a norm cannot be folded.
+        ValueError: the model is prepared already, a norm cannot be folded, or these are no token ids of the model.
         ArithmeticError: the error is too large.
     """
+    _check_placed(placed, "prepare")
     if placed.prepared:
+        _require_proof(placed, "prepare")
         raise ValueError("prepare: the model is prepared already; call it once, before training")
-    token_ids = proof_tokens(placed.network) if token_ids is None else token_ids
-    original = trace(placed, token_ids, rotate=False)
-    merging.prepare(placed)
-    rotated = trace(placed, token_ids, rotate=True)
-    return check_invariance(original, rotated, layers=placed.spec.layers, dtype=_computed(placed, token_ids))
+    token_ids = proof_tokens(placed.network) if token_ids is None else _checked_tokens(placed, token_ids)
+    communication = Communication.of_world(token_ids.device)
+    dtype = _computed(placed, token_ids)
+    _, error = prepare_and_prove(placed, token_ids, dtype=dtype, communication=communication)
+    return error
 
 
-def merge(placed: RotatedModel, token_ids: Tensor | None = None) -> float:
-    """Bake the rotations into the weights, and prove that the unquantized model computes what it did before.
+def merge(placed: RotatedModel) -> float:
+    """Bake the rotations into the weights, and prove that the unquantized model computes what it did before `prepare`.
 
+    Where weights require gradients they are taken as trained: the merged model is held against the rotated one then.
     The bank is empty afterwards; transforms of `placed.online` stay online. `rotexp.export(placed, path)` saves it.
 
-    Args:
-        token_ids: as for `prepare`.
-
     Returns:
-        The relative error of the logits.
+        The relative error of the logits, on the tokens of `prepare`.
 
     Raises:
-        ValueError: the model is not prepared.
-        ArithmeticError: the error is too large.
+        ValueError: the model is not prepared, or its proof failed.
+        ArithmeticError: a rotation is not orthogonal, and nothing has changed; or the error is too large.
     """
+    _check_placed(placed, "merge")
     if not placed.prepared:
         raise ValueError("merge: norms are not folded yet; call rotexp.prepare(placed) before training")
-    token_ids = proof_tokens(placed.network) if token_ids is None else token_ids
-    before = trace(placed, token_ids, rotate=True)
+    original = _require_proof(placed, "merge")
+    trained, dtype = bool(placed.trained_names), _computed(placed, original.token_ids)
+    error = merge_and_prove(placed, original, dtype=dtype, weights_trained=trained)
     placed.network.requires_grad_(False)
-    merging.merge(placed)
-    return check_merged(before, placed, token_ids, dtype=_computed(placed, token_ids))
+    return error
+
+
+def _check_placed(placed: object, name: str) -> None:
+    """Raise ValueError for what `place` did not return."""
+    if not isinstance(placed, RotatedModel):
+        kind = type(placed).__name__
+        raise ValueError(f"{name}: {kind} is no placed model; give what rotexp.place(model) returned")
+
+
+def _checked_tokens(placed: RotatedModel, token_ids: object) -> Tensor:
+    """Return token ids of a proof.
+
+    Raises:
+        ValueError: they are no token ids of that model.
+    """
+    network: Any = placed.network
+    vocabulary = network.get_input_embeddings().num_embeddings
+    if not isinstance(token_ids, Tensor) or token_ids.ndim != 2 or token_ids.is_floating_point():
+        found = tuple(token_ids.shape) if isinstance(token_ids, Tensor) else type(token_ids).__name__
+        raise ValueError(f"token_ids: {found} are no token ids; give an integer tensor (batch, tokens)")
+    if not token_ids.numel() or not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocabulary:
+        raise ValueError(f"token_ids: must be from 0 to {vocabulary - 1}, one at least; tokenize for this model")
+    return token_ids
+
+
+def _require_proof(placed: RotatedModel, name: str) -> Trace:
+    """Return what the float model computes.
+
+    Raises:
+        ValueError: a proof failed, or was interrupted, so the model is no longer that model.
+    """
+    if placed.proof is None:
+        raise ValueError(f"{name}: {BROKEN}")
+    return placed.proof
 
 
 def _check_model(model: nn.Module) -> None:
@@ -121,7 +167,8 @@ def _check_model(model: nn.Module) -> None:
     Raises:
         ValueError: one line with what to do.
     """
-    if isinstance(model, RotatedModel) or any(isinstance(module, RotationBank) for module in model.modules()):
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    if isinstance(model, RotatedModel) or any(isinstance(module, RotationBank) for module in modules):
         raise ValueError("place: rotations are placed in this model already; place once, or load the model anew")
     if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "model_type"):
         raise ValueError(f"place: {type(model).__name__} is no Hugging Face model; load one by AutoModelForCausalLM")
@@ -151,10 +198,10 @@ def _structure(model: nn.Module) -> nn.Module:
 
 
 def _options(group: str, given: Options | str, kind: type[Options]) -> Options:
-    """Return the options of a group that were given, or that an option's name stands for.
+    """Return the options of a group that were given, converted and checked, or that an option's name stands for.
 
     Raises:
-        ValueError: there is no such option, or none was chosen.
+        ValueError: there is no such option, none was chosen, or a value cannot be used.
     """
     if isinstance(given, str):
         options: Options = getattr(load_config([f"{group}={given}", "train.steps=0"]), group)
@@ -164,8 +211,17 @@ def _options(group: str, given: Options | str, kind: type[Options]) -> Options:
     if given.name == MISSING:
         remedy = f"name an option, as in rotexp.place(model, {group}=…), or give {kind.__name__} a name"
         raise ValueError(f"{group}: {kind.__name__} has no name, as in a Config() without groups; {remedy}")
-    given.validate()
-    return given
+    others = load_config(["train.steps=0"])
+    changes: dict[str, Any] = {group: given, "plugins": _own_packages(given)}
+    converted: Options = getattr(checked(replace(others, **changes)), group)
+    return converted
+
+
+def _own_packages(given: RotationConfig | QuantConfig) -> list[str]:
+    """Return the packages of the classes that options name, which a name given in Python grants."""
+    parts = [getattr(given, option.name) for option in fields(given)]
+    targets = [part.target for part in parts if isinstance(part, (Component, Pluggable)) and part.target]
+    return sorted({target.partition(".")[0] for target in targets} - {"rotexp"})
 
 
 def _untied(placed: RotatedModel) -> list[str]:
@@ -181,5 +237,5 @@ def _untied(placed: RotatedModel) -> list[str]:
 
 def _computed(placed: RotatedModel, token_ids: Tensor) -> torch.dtype:
     """Return in what the model computes, which sharding may choose."""
-    with torch.no_grad(), placed.mode.set(rotate=False, quantize=False):
+    with torch.no_grad(), evaluating(placed.network), placed.mode.set(rotate=False, quantize=False):
         return placed.logits(token_ids[:1, :1]).dtype

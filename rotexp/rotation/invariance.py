@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rotexp.models.arch import decoder_layers
-from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.model import RotatedModel, Trace
 
 PROOF_TOKENS = 64
 """How many tokens the proofs run on."""
@@ -33,28 +32,34 @@ def proof_tokens(network: nn.Module) -> Tensor:
     return drawn.to(weight.device)
 
 
-@dataclass(frozen=True)
-class Trace:
-    """What a model computed: logits (batch, tokens, vocabulary) and each layer's output (batch, tokens, hidden)."""
-
-    logits: Tensor
-    layers: list[Tensor]
+@contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """Let no module drop anything at random inside the block; each has its own mode again after it."""
+    training = [module for module in network.modules() if module.training]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @torch.no_grad()
 def trace(model: RotatedModel, token_ids: Tensor, *, rotate: bool) -> Trace:
-    """Run the model without quantization; a rotated residual stream is rotated back, one whose mean is dropped centred.
+    """Run the model without quantization or dropout; a rotated residual stream is rotated back, and centred where means
+    are dropped.
 
     Args:
         token_ids: (batch, tokens).
     """
-    with model.mode.set(rotate=rotate, quantize=False), _layer_outputs(model) as outputs:
+    mode = model.mode.set(rotate=rotate, quantize=False)
+    with evaluating(model.network), mode, _layer_outputs(model) as outputs:
         logits: Tensor = model.network(token_ids, use_cache=False).logits.float()
     residual = model.residual if rotate else None
     outputs = [output if residual is None else residual.unrotate(output) for output in outputs]
     if model.rms_norms:
         outputs = [output - output.mean(-1, keepdim=True) for output in outputs]
-    return Trace(logits, outputs)
+    return Trace(token_ids, logits, outputs)
 
 
 @contextmanager
@@ -93,7 +98,7 @@ def logit_error(original: Tensor, changed: Tensor, *, dtype: torch.dtype) -> flo
 
 
 @torch.no_grad()
-def check_merged(before: Trace, model: RotatedModel, token_ids: Tensor, *, dtype: torch.dtype) -> float:
+def check_merged(before: Trace, model: RotatedModel, *, dtype: torch.dtype) -> float:
     """Return the relative logit error of the merged model.
 
     Args:
@@ -102,7 +107,7 @@ def check_merged(before: Trace, model: RotatedModel, token_ids: Tensor, *, dtype
     Raises:
         ArithmeticError: it exceeds the limit.
     """
-    error = logit_error(before.logits, trace(model, token_ids, rotate=True).logits, dtype=dtype)
+    error = logit_error(before.logits, trace(model, before.token_ids, rotate=True).logits, dtype=dtype)
     limit = LIMITS[dtype]
     if not error <= limit:
         raise ArithmeticError(f"invariance: merging changed the logits by {error:.1e} relative (limit {limit:.0e})")

@@ -22,7 +22,7 @@ def prepare(model: RotatedModel) -> None:
         fold_norms(model.network, model.spec)
     for module in model.rotated_modules:
         module.bake()
-    model.prepared = True
+    model.prepared, model.mode.refusal = True, None
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rotexp.models.arch import ArchSpec, decoder_layers, embedding_name, head_name
 from rotexp.orthogonal.hadamard import is_constructible
@@ -31,6 +31,20 @@ Consumer = RotatedLinear | RotatedExperts | RotatedInput | RotatedOutput
 """What uses rotations: it can say what its parameters are with them baked in (`merged`), and let go (`release`)."""
 
 
+@dataclass(frozen=True)
+class Trace:
+    """What a float model computed of token_ids: (batch, tokens).
+
+    Attributes:
+        logits: (batch, tokens, vocabulary), float32.
+        layers: each layer's output (batch, tokens, hidden), of the same dtype.
+    """
+
+    token_ids: Tensor
+    logits: Tensor
+    layers: list[Tensor]
+
+
 @dataclass
 class RotatedModel:
     """A causal model with rotations and quantizers in place.
@@ -48,6 +62,7 @@ class RotatedModel:
         hooked: consumers that are no modules, with the names of the modules whose parameters are theirs.
         scales: learned scales of the weight quantizers, if they are trained.
         prepared: whether norms are folded and online transforms baked, without which nothing may be merged.
+        proof: what the float model computed, once it is proved that the model as it now is computes it, too.
     """
 
     network: nn.Module
@@ -63,6 +78,7 @@ class RotatedModel:
     hooked: list[RotatedInput | RotatedOutput] = field(default_factory=list)
     scales: QuantizerScales | None = None
     prepared: bool = False
+    proof: Trace | None = None
 
     @property
     def rotated_modules(self) -> list[RotatedLinear | RotatedExperts]:

@@ -28,7 +28,7 @@ from rotexp.rotation.bank import Rotation, RotationBank
 from rotexp.rotation.experts import RotatedExperts
 from rotexp.rotation.hooks import RotatedInput, RotatedOutput
 from rotexp.rotation.linear import RotatedLinear
-from rotexp.rotation.mode import Mode
+from rotexp.rotation.mode import UNPREPARED, Mode
 from rotexp.rotation.model import RotatedModel, check_width
 from rotexp.rotation.norms import norm_kinds, norm_readers
 from rotexp.rotation.options import RotationConfig
@@ -79,7 +79,7 @@ def _place_untried(model: nn.Module, spec: ArchSpec, rotation: RotationConfig) -
 def _place(
     model: nn.Module, spec: ArchSpec, rotation: RotationConfig, quant: QuantConfig, *, seed: int, trial: Trial | None
 ) -> RotatedModel:
-    placed = RotatedModel(model, spec, RotationBank(), Mode())
+    placed = RotatedModel(model, spec, RotationBank(), Mode(refusal=UNPREPARED))
     _Placer(placed, rotation, quant, seed=seed, trial=trial).run()
     model.register_module(BANK, placed.bank)
     return placed

@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from rotexp.errors.library import reason
 from rotexp.models.arch import ArchSpec, decoder_layers, down_widths, model_type
 from rotexp.rotation.bank import RotationBank
-from rotexp.rotation.invariance import Trace, relative_error, trace
+from rotexp.rotation.invariance import relative_error, trace
 from rotexp.rotation.merge import prepare
 from rotexp.rotation.miniature import (
     alternatives,
@@ -31,7 +31,7 @@ from rotexp.rotation.miniature import (
     small_config,
 )
 from rotexp.rotation.mode import Mode
-from rotexp.rotation.model import RotatedModel
+from rotexp.rotation.model import RotatedModel, Trace
 from rotexp.rotation.options import RotationConfig, RotationInit
 
 LIMIT = 1e-6
@@ -206,7 +206,7 @@ def _compare(original: Any, described: Described, key: str, block_size: int | No
         except Exception as error:  # of whatever kind its code raises
             return _Fault(None, reason(error))
     if placed.rms_norms:
-        before = Trace(before.logits, [output - output.mean(-1, keepdim=True) for output in before.layers])
+        before = replace(before, layers=[output - output.mean(-1, keepdim=True) for output in before.layers])
     return _first_fault(before, after, original, spec)
 
 

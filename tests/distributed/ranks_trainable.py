@@ -108,7 +108,7 @@ def compare(name: str, strategy: str, params: Trainable) -> dict[str, Any]:
     before = trace(model, token_ids, rotate=True)
     result["moved"] = relative_error(trace(alone, token_ids, rotate=True).logits, before.logits)
     merge(model)
-    result["merged"] = check_merged(before, model, token_ids, dtype=torch.float32)
+    result["merged"] = check_merged(before, model, dtype=torch.float32)
     return result
 
 

@@ -510,7 +510,7 @@ def test_the_proofs_pass_a_right_preparation_and_merge_that_are_rounded(
     original = trace(model, token_ids, rotate=False)
     assert 1e-4 < prove(model, token_ids, lambda: prepare(model), dtype=dtype) < 0.5 * LIMITS[dtype]
     merge(model)
-    assert check_merged(original, model, token_ids, dtype=dtype) < 0.5 * LIMITS[dtype]
+    assert check_merged(original, model, dtype=dtype) < 0.5 * LIMITS[dtype]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from rotexp.models.options import ModelConfig, ModelSource
 from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.building import build_for_run
+from rotexp.rotation.merge import prepare
 from rotexp.training.objectives import CrossEntropy
 from rotexp.training.options import TrainConfig
 
@@ -25,6 +26,7 @@ def gradients(*, checkpointed: bool) -> tuple[list[torch.Tensor], int]:
     config = Config(quant=quant, train=TrainConfig(gradient_checkpointing=checkpointed))
     model = build_for_run(checkpoint, config, dtype=torch.float32)
     materialize(model.network, checkpoint, device=torch.device("cpu"), added=model.added)
+    prepare(model)
     runs: list[nn.Module] = []
     model.network.get_submodule("model.layers.0.mlp").register_forward_pre_hook(lambda module, _: runs.append(module))
     with model.mode.set(rotate=True, quantize=True):

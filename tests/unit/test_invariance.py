@@ -132,6 +132,7 @@ def prove(model: Any, token_ids: Tensor, change: Callable[[], None]) -> float:
     dtype = model.network.lm_head.weight.dtype
     original = trace(model, token_ids, rotate=False)
     change()
+    model.mode.refusal = None  # whatever stands for the preparation
     prepared = trace(model, token_ids, rotate=True)
     return check_invariance(original, prepared, layers=model.spec.layers, dtype=dtype)
 

@@ -23,6 +23,7 @@ from rotexp.quant.options import QuantConfig
 from rotexp.quant.quantizer import Quantizer
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.experts import RotatedExperts
+from rotexp.rotation.merge import prepare
 from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.placement import place
 from rotexp.rotation.quantizers import fake_quantizer
@@ -187,6 +188,7 @@ def test_experts_take_a_format_as_linears_do() -> None:
     network = from_config(FAMILIES["mixtral"].config(tie_word_embeddings=False))
     quant = QuantConfig("nf4", NF4_SPEC, NF4_SPEC)
     model = place(network, find_spec(network), RotationConfig(r1=True, r2=True), quant, seed=0)
+    prepare(model)
     (experts, *_) = [module for module in model.rotated_modules if isinstance(module, RotatedExperts)]
     assert isinstance(experts.weight_quantizers["gate_up_proj"].quantizer, NF4)
     assert isinstance(experts.input_quantizer.quantizer, NF4)
@@ -207,6 +209,7 @@ def test_a_target_builds_the_quantizers_of_weights_activations_and_keys() -> Non
     assert isinstance(linear.input_quantizer.quantizer, NF4)
     assert isinstance(model.network.model.layers[0].self_attn.cache.quantizer.quantizer, NF4)
     model.check_widths()
+    prepare(model)
     tokens = torch.arange(12)[None]
     with torch.no_grad(), model.mode.set(rotate=True, quantize=True):
         values = model.logits(tokens)

@@ -19,7 +19,7 @@ from rotexp.models.options import ModelConfig, ModelSource
 from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.invariance import relative_error
-from rotexp.rotation.merge import merge
+from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.placement import place
 from rotexp.rotation.survey import survey
@@ -144,6 +144,7 @@ def test_everything_trained_gives_the_tied_weight_the_sum_of_both_gradients() ->
     model = rotated(source, NO_R1["none"], ready=False)
     train_also(model, Trainable.all)
     assert "lm_head.weight" not in model.trained_names
+    prepare(model)
     with model.mode.set(rotate=True, quantize=False):
         model.logits(token_ids).square().mean().backward()
     oracle = copy.deepcopy(source)
