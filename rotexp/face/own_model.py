@@ -61,9 +61,9 @@ def place(
     if not isinstance(seed, int):
         raise ValueError(f"seed={seed!r}: must be a whole number; give one")
     spec = find_spec(model)
+    if isinstance(rotation, RotationConfig) and rotation.path is not None:
+        raise ValueError(f"rotation.path={rotation.path}: is a run's; here give matrices to placed.bank.assign")
     turned, quantized = _options("rotation", rotation, RotationConfig), _options("quant", quant, QuantConfig)
-    if turned.path is not None:
-        raise ValueError(f"rotation.path={turned.path}: is a run's; here give matrices to placed.bank.assign")
     placement.place(_structure(model), spec, turned, quantized, seed=seed).check_widths()  # before anything changes
     device = next(model.parameters()).device
     model.requires_grad_(False)

@@ -16,8 +16,9 @@ from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
+from own_models import TOKENS, error, logits, small_model
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, StableLmConfig
+from transformers import AutoModelForCausalLM, StableLmConfig
 
 import rotexp
 from rotexp.config.schema import Config
@@ -25,34 +26,12 @@ from rotexp.models.tiny import FOLDER
 from rotexp.quant.spec import QuantSpec
 
 ROOT = Path(rotexp.__file__).parent
-TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
 def python(code: str, *, cwd: Path | None = None) -> str:
     """Run code in a process of its own; return what it prints."""
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=cwd)
     return run.stdout.strip()
-
-
-def small_model(*, dtype: torch.dtype = torch.float32, tied: bool = False, **changes: Any) -> Any:
-    """Return a Llama of two layers whose norm gains are not one."""
-    torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 80}
-    config = LlamaConfig(vocab_size=64, hidden_size=48, tie_word_embeddings=tied, **(sizes | changes))
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    return model(TOKENS).logits.double()
-
-
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def test_to_import_it_imports_nothing_heavy() -> None:

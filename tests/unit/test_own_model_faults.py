@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_face import TOKENS, error, logits, small_model
+from own_models import TOKENS, error, logits, small_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, OPTConfig
 
