@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rotexp.comparison.reading import dig, number
 from rotexp.comparison.runs import Run
 from rotexp.metrics.keys import METRICS, Metric
+from rotexp.runfolder.layout import RANK_LOGS
 
 PATTERNS = [(re.compile(re.sub(r"<\w+>", r"\\w+", metric.name)), metric) for metric in METRICS]
 
@@ -48,7 +49,7 @@ def _evaluated(row: str, name: str, label: str, better: str) -> Figure:
 def world_size(run: Run) -> float | None:
     """Return the ranks; of a run without an end state the number of its logs."""
     given = number(dig(run.summary, "world_size"))
-    return given or float(sum(1 for _ in run.folder.glob("rank-*.log"))) or None
+    return given or float(sum(1 for _ in run.folder.glob(RANK_LOGS))) or None
 
 
 def peak_memory(run: Run) -> float | None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from rotexp.comparison.reading import Complain, readable_list
 from rotexp.comparison.runs import Run, path_text, read_run
-from rotexp.runfolder.layout import JOBS_FILE, SUMMARY_FILE
+from rotexp.runfolder.layout import CHECKPOINTS_FOLDER, JOBS_FILE, SUMMARY_FILE, WANDB_FOLDER
 
-OWN_FOLDERS = ("checkpoints", "wandb")
+OWN_FOLDERS = (CHECKPOINTS_FOLDER, WANDB_FOLDER)
 """Folders of a run that hold no other runs."""
 
 

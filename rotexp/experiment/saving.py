@@ -15,7 +15,14 @@ from rotexp.models.stored_model import StoredModel
 from rotexp.rotation.file import replacing, save_rotations
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.placement import BANK
-from rotexp.runfolder.layout import AVERAGE_FILE, BEST_FILE, WEIGHTS_FILE
+from rotexp.runfolder.layout import (
+    AVERAGE_FILE,
+    AVERAGE_ROTATIONS_FILE,
+    BEST_FILE,
+    BEST_ROTATIONS_FILE,
+    ROTATIONS_FILE,
+    WEIGHTS_FILE,
+)
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.state_dicts import full_state
 from rotexp.training.state import TrainingState
@@ -45,16 +52,15 @@ def save_run_files(
 
     A simulated world leaves no weights, since most of them were never stepped.
     """
-    files = {"rotations": model.bank.snapshot()}
+    files = {ROTATIONS_FILE: model.bank.snapshot()}
     if state.result.best is not None and state.rotations:
-        files["rotations_best"] = state.best.rotations
+        files[BEST_ROTATIONS_FILE] = state.best.rotations
     if state.step and state.ema is not None:
         averaged = state.ema.rotations()
-        files["rotations_average"] = {name.removeprefix(f"{BANK}."): matrix for name, matrix in averaged.items()}
+        files[AVERAGE_ROTATIONS_FILE] = {name.removeprefix(f"{BANK}."): matrix for name, matrix in averaged.items()}
     for name, rotations in files.items():
         if communication.rank == 0:
-            path = folder / f"{name}.safetensors"
-            save_rotations(path, rotations, placements=model.placements, online=model.online, facts=facts)
+            save_rotations(folder / name, rotations, placements=model.placements, online=model.online, facts=facts)
     if state.names and not state.simulated:
         _save_weights(folder / WEIGHTS_FILE, state, facts=facts, communication=communication)
         if state.result.best is not None:

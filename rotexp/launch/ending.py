@@ -16,7 +16,7 @@ from rotexp.process.exit_codes import DONE, FAILED, leave_at_once
 from rotexp.process.outer import is_first
 from rotexp.process.signals import Interrupted, StopRequest
 from rotexp.runfolder.checkpoint_folders import find_checkpoint
-from rotexp.runfolder.layout import CONFIG_FILE
+from rotexp.runfolder.layout import CONFIG_FILE, RANK_LOGS
 from rotexp.runfolder.records import readable_summary, write_summary
 
 
@@ -56,7 +56,7 @@ def record_end(folder: Path, status: str, message: str) -> None:
     A full disk must not hide the first error.
     """
     shown = folder if Path.cwd() == folder else os.path.relpath(folder)  # hydra.job.chdir=true
-    sys.stderr.write(f"rotexp: the run {status}: {message} (see {shown}/rank-*.log)\n")
+    sys.stderr.write(f"rotexp: the run {status}: {message} (see {shown}/{RANK_LOGS})\n")
     try:
         summary = readable_summary(folder)
         if summary.get("status", "running") == "running":

@@ -23,6 +23,7 @@ from rotexp.experiment.context import open_context
 from rotexp.experiment.experiment import run_experiment
 from rotexp.experiment.inputs import Inputs
 from rotexp.process.signals import StopRequest, interruptible
+from rotexp.runfolder.layout import rank_log
 from rotexp.training.batches import accumulation_steps
 
 
@@ -45,7 +46,7 @@ def run_rank(
     """
     accelerator = accelerator or open_accelerator(config)
     rank = accelerator.process_index
-    _log_to(folder / f"rank-{rank}.log", quiet=rank > 0)
+    _log_to(folder / rank_log(rank), quiet=rank > 0)
     set_seed(config.seed)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from rotexp.runfolder.layout import trace_file
+
 PARTS = ("data", "forward", "backward", "consolidate", "clip", "optimizer", "metrics")
 """What a step consists of."""
 PREFIX = "rotexp/"
@@ -38,7 +40,7 @@ class StepProfiler:
     """Profiles up to three steps after one to warm up (fewer if a run has fewer), on every rank."""
 
     def __init__(self, folder: Path, *, rank: int, steps: int) -> None:
-        self.trace = folder / f"trace-rank-{rank}.json"
+        self.trace = folder / trace_file(rank)
         self.figures: list[PartFigures] = []
         self.num_steps = min(PROFILED_STEPS, max(1, steps - 1))
         self._profile = profile(

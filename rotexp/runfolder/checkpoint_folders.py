@@ -16,8 +16,8 @@ from typing import Any
 
 from rotexp.files.folders import flush, write_atomically
 from rotexp.files.reading import UnreadableError, read_json
+from rotexp.runfolder.layout import CHECKPOINTS_FOLDER
 
-CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 """The file that names the newest checkpoint; written last."""
 FACTS = "facts.json"
@@ -58,7 +58,7 @@ def find_checkpoint(folder: Path) -> Found:
     """
     single = (folder / FACTS).exists() or NAME.fullmatch(folder.name)
     skipped: list[str] = []
-    for candidate in [folder] if single else reversed(_checkpoints(folder / CHECKPOINTS)):
+    for candidate in [folder] if single else reversed(_checkpoints(folder / CHECKPOINTS_FOLDER)):
         fault = fault_of(candidate) or _lacks(read_facts(candidate)["facts"])
         if not fault:
             return Found(candidate, skipped)
@@ -122,7 +122,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 def step_folder(folder: Path, step: int) -> Path:
     """Return where the checkpoint of a step lies in a run's folder."""
-    return folder / CHECKPOINTS / f"step-{step:08d}"
+    return folder / CHECKPOINTS_FOLDER / f"step-{step:08d}"
 
 
 def aside_of(path: Path) -> Path:

@@ -13,13 +13,10 @@ from typing import Any
 
 from rotexp.files.folders import write_atomically
 from rotexp.files.reading import Rows, UnreadableError, read_json, read_rows
-from rotexp.runfolder.layout import METRICS_FILE, SUMMARY_FILE
+from rotexp.runfolder.layout import DAMAGED_METRICS_FILE, METRICS_FILE, SUMMARY_FILE
 
 LOGGER = logging.getLogger(__name__)
 
-DAMAGED_METRICS = "metrics.jsonl.damaged"
-"""What it was before a run went on without lines of it that could not be read; `-2` and so on follows where it was so
-before."""
 STATUSES = ("running", "done", "failed", "oom", "interrupted")
 """What a run's end state says of it."""
 
@@ -106,7 +103,7 @@ def _read_rows(folder: Path) -> Rows:
 
 def _place_of_damaged(folder: Path) -> Path:
     """Return where a damaged file is kept: a place where none lies yet."""
-    names = chain([DAMAGED_METRICS], (f"{DAMAGED_METRICS}-{number}" for number in count(2)))
+    names = chain([DAMAGED_METRICS_FILE], (f"{DAMAGED_METRICS_FILE}-{number}" for number in count(2)))
     return next(folder / name for name in names if not (folder / name).exists())
 
 

@@ -17,11 +17,8 @@ from typing import IO
 from rotexp.config.composition import resolved_yaml
 from rotexp.config.schema import Config
 from rotexp.process.signals import end_with_parent
-from rotexp.runfolder.layout import SUMMARY_FILE
+from rotexp.runfolder.layout import JOB_LOG_FILE, SUMMARY_FILE
 from rotexp.sweep.outcome import Ending, Job
-
-LOG_FILE = "job.log"
-"""Where a job's output goes, in its folder, when several run at once."""
 
 
 class Child:
@@ -44,7 +41,7 @@ class Child:
         self._log: IO[bytes] | None = None
         if log:
             job.folder.mkdir(parents=True, exist_ok=True)
-            self._log = (job.folder / LOG_FILE).open("ab")
+            self._log = (job.folder / JOB_LOG_FILE).open("ab")
         (configs / f"{job.name}.yaml").write_text(runnable(config, job.folder), encoding="utf-8")
         sys.stdout.flush()
         self.process = subprocess.Popen(

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from rotexp.files.folders import claimed, make_folder, write_atomically
 from rotexp.process.signals import SAVING, Interrupted
-from rotexp.runfolder.layout import JOBS_FILE
+from rotexp.runfolder.layout import JOB_LOG_FILE, JOBS_FILE
 from rotexp.runfolder.records import finite
-from rotexp.sweep.child import LOG_FILE, Child
+from rotexp.sweep.child import Child
 from rotexp.sweep.devices import VISIBLE, shares, visible_accelerators, with_share_of_threads
 from rotexp.sweep.options import SweepConfig
 from rotexp.sweep.outcome import Job, Outcome, Status, ended, finished_before, left
@@ -144,7 +144,7 @@ class _Round:
         several, share = len(self.slots) > 1, self.slots[slot]
         config = with_share_of_threads(job.config, accelerators=len(share), jobs_at_once=len(self.slots))
         config = replace(config, sweep=SweepConfig())
-        say(f"job {job.name} starts" + (f" (output in {job.folder / LOG_FILE})" if several else ""))
+        say(f"job {job.name} starts" + (f" (output in {job.folder / JOB_LOG_FILE})" if several else ""))
         variables = {VISIBLE: ",".join(share)} if several and share else {}
         self.running[slot] = Child(job, config, self.configs, variables=variables, log=several)
 

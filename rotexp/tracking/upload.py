@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rotexp.files.reading import read_yaml
-from rotexp.runfolder.layout import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
+from rotexp.runfolder.layout import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, WANDB_FOLDER
 from rotexp.runfolder.records import read_metrics, read_summary, revived
 from rotexp.tracking.limits import check_tracker
 from rotexp.tracking.options import TrackerConfig, TrackerKind, WandbMode
@@ -89,7 +89,7 @@ def read_plain_config(folder: Path) -> dict[str, Any]:
 def _upload_run(folder: Path, *, rebuild: bool) -> int:
     offline = offline_runs(folder)
     if offline and not rebuild:
-        command = [sys.executable, "-m", "wandb", "sync", *(f"wandb/{path.name}" for path in offline)]
+        command = [sys.executable, "-m", "wandb", "sync", *(f"{WANDB_FOLDER}/{path.name}" for path in offline)]
         return int(subprocess.run(command, check=False, cwd=folder).returncode != 0)  # there it leaves its log
     if _online_runs(folder) and not rebuild:
         sys.stdout.write(f"{folder}: was uploaded before; --rebuild uploads it as a new run\n")
@@ -118,7 +118,7 @@ def _has_wandb_run(folder: Path) -> bool:
 
 
 def _online_runs(folder: Path) -> set[Path]:
-    return set((folder / "wandb").glob("run-*"))
+    return set((folder / WANDB_FOLDER).glob("run-*"))
 
 
 def _is_run(folder: Path) -> bool:

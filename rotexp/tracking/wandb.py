@@ -13,6 +13,7 @@ from typing import Any
 
 from rotexp.errors.library import reason
 from rotexp.metrics.keys import find_metric
+from rotexp.runfolder.layout import CONFIG_FILE, ROTATIONS_FILE, WANDB_FOLDER
 from rotexp.runfolder.records import finite
 from rotexp.tracking.limits import ONLINE
 from rotexp.tracking.naming import artifact_name, display_name, mirrored_config, place_in_group, tags
@@ -33,7 +34,7 @@ be gone, or of another version, and then not even an offline run is opened. Ours
 ROTATIONS = "rotations"
 """The end state's rows of figures, one a rotation, which W&B shows as a table; and the type of their artifact."""
 
-ARTIFACT_FILES = ("rotations.safetensors", "config.resolved.yaml")
+ARTIFACT_FILES = (ROTATIONS_FILE, CONFIG_FILE)
 
 
 class WandbMirror:
@@ -209,7 +210,7 @@ def _send_files(run: Any, files: Sequence[Path]) -> None:
     """Keep the rotations' file with the configuration that made it."""
     import wandb
 
-    if any(path.name == ARTIFACT_FILES[0] for path in files):
+    if any(path.name == ROTATIONS_FILE for path in files):
         artifact = wandb.Artifact(artifact_name(run.id, kind=ROTATIONS), type=ROTATIONS)
         for path in files:
             artifact.add_file(str(path.resolve()), policy="immutable", skip_cache=True)  # no copy outside the folder
@@ -251,7 +252,7 @@ def resolve_mode(mode: WandbMode) -> str:
 
 def offline_runs(folder: Path) -> list[Path]:
     """Return the offline runs in a run's folder."""
-    return sorted((folder / "wandb").glob("offline-run-*"))
+    return sorted((folder / WANDB_FOLDER).glob("offline-run-*"))
 
 
 def has_key() -> bool:
