@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,7 +63,7 @@ class UnshardGuard:
     def __init__(self) -> None:
         self.counts = GuardCounts()
         self.groups: dict[str, int] = {}
-        self._policies: WeakKeyDictionary[Any, Policy] = WeakKeyDictionary()
+        self._policies: WeakKeyDictionary[Any, list[tuple[str, Policy]]] = WeakKeyDictionary()
         self._originals: dict[str, Callable[..., Any]] = {}
 
     @property
@@ -72,12 +72,22 @@ class UnshardGuard:
         return len(self._policies)
 
     def manage(self, model: nn.Module, config: SyncConfig, *, name: str) -> None:
-        """Guard the parameter groups of a sharded model, merging with what they have."""
-        policy, groups = policy_of(config), param_groups(model)
+        """Guard the parameter groups of a sharded model, beside what they are guarded by already."""
+        policy = policy_of(config)
+        for group in param_groups(model):
+            self._policies.setdefault(group, []).append((name, policy))
+        self.groups[name] = self._num_groups(name)
+
+    def unmanage(self, groups: Iterable[Any], policy: Policy, *, name: str) -> None:
+        """Take back one `manage` of these groups; what else guards them stays."""
         for group in groups:
-            known = self._policies.get(group)
-            self._policies[group] = policy if known is None else known.merged(policy)
-        self.groups[name] = len(groups)
+            self._policies[group].remove((name, policy))
+            if not self._policies[group]:
+                del self._policies[group]
+        self.groups[name] = self._num_groups(name)
+
+    def _num_groups(self, name: str) -> int:
+        return sum(any(name == given for given, _ in policies) for policies in self._policies.values())
 
     def line(self, name: str, config: SyncConfig) -> str:
         """Say for people how many groups of a model are guarded."""
@@ -89,6 +99,11 @@ class UnshardGuard:
             setattr(_fsdp_param_group.FSDPParamGroup, name, original)
         self._originals.clear()
 
+    def _policy(self, group: Any) -> Policy | None:
+        """Return what is done for a group by all that guards it."""
+        policies = [policy for _, policy in self._policies.get(group, ())]
+        return functools.reduce(Policy.merged, policies) if policies else None
+
     def _wrap(self) -> None:
         group_class = _fsdp_param_group.FSDPParamGroup
         wrappers = {"wait_for_unshard": self._wait_for_unshard, "reshard": self._reshard}
@@ -98,7 +113,7 @@ class UnshardGuard:
             setattr(group_class, name, _bound(wrapper, original, self))
 
     def _wait_for_unshard(self, original: Callable[[Any], None], group: Any) -> None:
-        policy = self._policies.get(group)
+        policy = self._policy(group)
         if policy is None or not group._all_gather_result:
             return original(group)
         state: TrainingState = group._training_state
@@ -114,7 +129,7 @@ class UnshardGuard:
         return None
 
     def _reshard(self, original: Callable[[Any], None], group: Any) -> None:
-        policy = self._policies.get(group)
+        policy = self._policy(group)
         if policy is not None and policy.event:
             _hold_free(group)
         original(group)
@@ -149,10 +164,12 @@ def guarded(
 ) -> Iterator[UnshardGuard]:
     """Guard a model of your own, sharded by `fully_shard`, inside the block, and leave torch as it was after it.
 
+    Blocks may lie in one another: each guards its model, and all of them count in the same place.
+
     Args:
         mode: `universal`: the host waits after every unshard; `selective`: after those in `states`; `event`: the
             device's streams are ordered and the host waits for none.
-        states: for `selective`, some of forward, pre_backward, post_backward, idle (None: the first two).
+        states: for `selective` alone, some of forward, pre_backward, post_backward, idle (None: the first two).
 
     Returns:
         The guard, whose `counts` say what it saw and did.
@@ -163,17 +180,20 @@ def guarded(
     """
     modes = [choice.name for choice in SyncMode if choice is not SyncMode.off]
     require(mode in modes, "mode", mode, f"one of {', '.join(modes)}", "choose one, or leave the guard out")
+    selective = mode == SyncMode.selective.name
+    require(states is None or selective, "states", states, f"left out with mode={mode}", "or choose mode=selective")
     config = SyncConfig(SyncMode[mode]) if states is None else SyncConfig(SyncMode[mode], list(states))
     config.validate()
-    if not param_groups(model):
+    groups, name = param_groups(model), type(model).__name__
+    if not groups:
         raise ValueError(f"{type(model).__name__} has no parameter groups of FSDP2; call fully_shard before")
-    before = installed()
-    guard = install(model, config, name=type(model).__name__)
+    guard = install(model, config, name=name)
     assert guard is not None
     try:
         yield guard
     finally:
-        if before is None:
+        guard.unmanage(groups, policy_of(config), name=name)
+        if not guard.num_groups:
             guard.remove()
 
 

@@ -74,6 +74,35 @@ def _count(mode: str, checkpointed: bool, reshard: bool | int) -> dict[str, Any]
     }
 
 
+def nest() -> dict[str, Any]:
+    """Guard in blocks that lie in one another, one of them around a model that is guarded already."""
+    dist.init_process_group("gloo")
+    originals = FSDPParamGroup.wait_for_unshard, FSDPParamGroup.reshard
+    outer, inner = (_model(checkpointed=False, reshard=True) for _ in range(2))
+    waits: dict[str, Any] = {}
+
+    def count(name: str, model: nn.Module) -> None:
+        before = guard.counts.barriers
+        _step(model)
+        waits[name] = guard.counts.barriers - before
+
+    with guards.guarded(outer, "selective", states=["forward"]) as guard:
+        count("alone", outer)
+        with guards.guarded(inner), guards.guarded(outer, "selective", states=["pre_backward"]):
+            count("both", outer)
+            count("inner", inner)
+        count("outer again", outer)
+        count("inner after its block", inner)
+        waits["groups"] = (guard.num_groups, dict(guard.groups))
+    first, second = guards.guarded(outer), guards.guarded(inner)  # which end in the order they began in
+    with first as guard:
+        second.__enter__()
+    count("the other, still open", inner)
+    second.__exit__(None, None, None)
+    waits["restored"] = (FSDPParamGroup.wait_for_unshard, FSDPParamGroup.reshard) == originals
+    return waits
+
+
 def install_twice() -> dict[str, Any]:
     """Guard two models, one of them twice in different modes, and leave a third alone."""
     dist.init_process_group("gloo")

@@ -80,6 +80,20 @@ def test_a_second_install_merges_and_never_wraps_twice(tmp_path: Path) -> None:
         assert rank["left"] is None
 
 
+def test_leaving_a_block_takes_back_what_it_guarded_and_no_more(tmp_path: Path) -> None:
+    for rank in run_world(on_ranks.nest, world_size=2, folder=tmp_path):
+        assert rank == {
+            "alone": 3,
+            "both": 6,
+            "inner": 6,
+            "outer again": 3,
+            "inner after its block": 0,
+            "groups": (3, {"FSDPNet": 3}),
+            "the other, still open": 6,
+            "restored": True,
+        }
+
+
 @pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "3.0.0"])
 def test_a_torch_that_is_not_allowed_is_refused(version: str) -> None:
     with pytest.raises(RuntimeError, match=f"sync_mode=event: torch {version} is outside the allowed range; use"):
