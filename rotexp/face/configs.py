@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobRuntime
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, open_dict
 from omegaconf.basecontainer import BaseContainer
 
@@ -71,30 +73,38 @@ def composed(
     config_name: str = "config",
     config_dir: str | Path | None = None,
     known: Vocabulary = TRAINING,
+    plugins: Sequence[str] = (),
 ) -> Iterator[Composed]:
     """Yield what overrides compose to; what the block refuses is explained like a wrong command line.
 
     Args:
         known: what the overrides may set.
+        plugins: granted beside those that the overrides name.
 
     Raises:
         ValueError: the request is wrong.
     """
     try:
         lines = _checked(overrides, known)
-        with COMPOSING, _own_hydra(), granting(typed_plugins(lines)):
+        with COMPOSING, _own_hydra(), granting(list(dict.fromkeys((*plugins, *typed_plugins(lines))))):
             register()
             path = create_config_search_path("pkg://rotexp.conf")
             if config_dir is not None:
                 path.prepend("command-line", f"file://{_folder(config_dir)}", anchor="schema")
             Hydra.create_main_hydra2("rotexp", path)
-            config = hydra.compose(config_name.removesuffix(".yaml"), lines, return_hydra_config=True)
+            config = _primary(config_name, lines)
             folder = Path(config.hydra.run.dir)
             with open_dict(config):
                 del config["hydra"]
             yield Composed(config, folder)
     except REFUSALS as error:
         raise ValueError(" ".join(explain(error, known=known).split())) from None
+
+
+def setting(overrides: Sequence[str], key: str) -> str | None:
+    """Return the override that sets a key, as it was written."""
+    parsed = OverridesParser.create().parse_overrides([*overrides])
+    return next((str(override.input_line) for override in parsed if override.key_or_group == key), None)
 
 
 def checked(config: Config) -> Config:
@@ -142,8 +152,33 @@ def _checked(overrides: Sequence[str], known: Vocabulary) -> list[str]:
     return lines
 
 
+def path_of(value: str | Path, *, key: str) -> Path:
+    """Return a path from the root.
+
+    Raises:
+        ValueError: it is neither a text nor a path.
+    """
+    if not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"{key}={value!r}: is a {type(value).__name__}; give a path, or its text")
+    return Path(value).absolute()
+
+
+def _primary(config_name: str, overrides: list[str]) -> DictConfig:
+    """Compose a primary config.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    try:
+        return hydra.compose(str(config_name).removesuffix(".yaml"), overrides, return_hydra_config=True)
+    except MissingConfigException as error:
+        if str(error.missing_cfg_file).removesuffix(".yaml") != str(config_name).removesuffix(".yaml"):
+            raise  # another, which this one or an override names
+        raise ValueError(f"config_name={config_name}: no such config; name one of rotexp's or in config_dir") from None
+
+
 def _folder(config_dir: str | Path) -> Path:
-    folder = Path(config_dir).absolute()
+    folder = path_of(config_dir, key="config_dir")
     if not folder.is_dir():
         raise ValueError(f"config_dir={config_dir}: no such folder; name the folder that holds your configs")
     return folder

@@ -14,7 +14,7 @@ from rotexp.experiment.evaluation_request import to_request as to_evaluation
 from rotexp.experiment.export_request import to_request as to_export
 from rotexp.experiment.exporting import write_export
 from rotexp.experiment.options import EvaluateConfig, ExportConfig
-from rotexp.face.configs import composed
+from rotexp.face.configs import composed, path_of
 from rotexp.face.result import RunResult
 from rotexp.files.folders import check_free
 from rotexp.runfolder.finished_run import read_finished_run
@@ -63,7 +63,7 @@ def evaluate(run: RunResult | str | Path | None = None, overrides: Sequence[str]
     from rotexp.metrics.quality import Quality
 
     notes: list[str] = []
-    with composed(overrides, config_name="evaluate", known=EVALUATE) as composition:
+    with composed(overrides, config_name="evaluate", known=EVALUATE, plugins=_plugins(run)) as composition:
         request = composition.config
         if request.out:
             raise ValueError(f"out={request.out}: is the command's; write what this function returns")
@@ -104,8 +104,8 @@ def export(
     from rotexp.rotation.model import RotatedModel
 
     in_memory = isinstance(source, RotatedModel)
-    target = Path(path).absolute()
-    with composed(overrides, config_name="export", known=EXPORT) as composition:
+    target = path_of(path, key="path")
+    with composed(overrides, config_name="export", known=EXPORT, plugins=_plugins(source)) as composition:
         request = composition.config
         for key, value in (("run", request.get("run")), ("export.path", request.export.get("path"))):
             if value not in (None, MISSING):
@@ -114,7 +114,6 @@ def export(
         request.export.path = str(target)
         options = to_export(request).export
         finished = None if in_memory else read_finished_run(Path(request.run))
-    check_free(target, key="path")
     if isinstance(source, RotatedModel):
         from rotexp.face.own_export import export_model
 
@@ -122,9 +121,15 @@ def export(
         return target
     if tokenizer is not None:
         raise ValueError("tokenizer: is copied from the run's model; leave it out")
+    check_free(target, key="path")
     assert finished is not None
     write_export(finished, options, target, say=say)
     return target
+
+
+def _plugins(run: object) -> tuple[str, ...]:
+    """Return the modules that somebody granted when they made or opened the run."""
+    return run.plugins if isinstance(run, RunResult) else ()
 
 
 def _folder(run: object) -> Path:

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rotexp.errors.wording import dtype_name
 from rotexp.experiment.exporting import plain_fault
 from rotexp.experiment.finished_model import requirements
 from rotexp.experiment.options import ExportDtype, ExportFormat, ExportOptions
-from rotexp.files.folders import complete_folder
+from rotexp.files.folders import check_free, complete_folder
 from rotexp.models.save import MANIFEST_FILE, save_checkpoint
 from rotexp.rotation.file import save_r_bin
 from rotexp.rotation.mode import BROKEN
@@ -28,9 +28,12 @@ def export_model(placed: RotatedModel, target: Path, options: ExportOptions, *, 
     """Write the model, or its rotations; every rank calls, the first writes.
 
     Raises:
-        ValueError: it is not merged, or has no rotations any more, or a plain model does not do what it needs.
+        ValueError: the target is not free, the model is not merged or has no rotations any more, or a plain model does
+            not do what it needs.
         OSError: writing failed.
     """
+    if _writes() or (options.format is ExportFormat.checkpoint and _is_sharded(placed.network)):
+        check_free(target, key="path")  # where nothing is gathered, others may come when the first has written
     config: Any = placed.network.config
     must_run = requirements(placed)
     manifest = {"rotexp": version("rotexp"), "format": options.format.name, "must_run": must_run}
@@ -86,6 +89,11 @@ def _whole(placed: RotatedModel) -> dict[str, Tensor]:
     reshard(placed.network)
     held = placed.network.state_dict()
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in held.items()}
+
+
+def _is_sharded(network: nn.Module) -> bool:
+    """Return whether ranks wait for each other where its tensors are gathered."""
+    return any(isinstance(parameter, DTensor) for parameter in network.parameters())
 
 
 def _dtype(placed: RotatedModel, options: ExportOptions) -> torch.dtype:

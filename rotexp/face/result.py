@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rotexp.config.plugins import granting
 from rotexp.config.schema import Config
+from rotexp.face.configs import path_of
 from rotexp.runfolder.finished_run import read_config
 from rotexp.runfolder.layout import METRICS_FILE, ROTATIONS_FILE, SUMMARY_FILE
 from rotexp.runfolder.records import read_metrics, read_summary, revived
@@ -26,21 +29,23 @@ class RunResult:
 
     Attributes:
         folder: from the root.
+        plugins: modules of your own that parts of the run may be of.
 
     Raises:
         ValueError: the folder holds no run; on access, a file of it is missing or damaged.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        """Open a run's folder."""
-        self.folder = Path(folder).absolute()
+    def __init__(self, folder: str | Path, *, plugins: Sequence[str] = ()) -> None:
+        """Open a run's folder; `plugins` grants modules as `plugins=[…]` does, since a folder grants none."""
+        self.folder, self.plugins = path_of(folder, key="folder"), tuple(plugins)
         if not (self.folder / SUMMARY_FILE).is_file():
             raise ValueError(f"{folder}: holds no run ({SUMMARY_FILE} is missing); name the folder of a run")
 
     @cached_property
     def config(self) -> Config:
         """The whole configuration of the run."""
-        return read_config(self.folder)
+        with granting(self.plugins):
+            return read_config(self.folder)
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -79,7 +84,11 @@ class RunResult:
         """The last rotations by name: (n, n), or (blocks, n, n), float32, on the CPU."""
         from rotexp.rotation.file import load_rotations
 
-        return load_rotations(self.folder / ROTATIONS_FILE).matrices
+        file = self.folder / ROTATIONS_FILE
+        if not file.is_file():
+            reason = f"{ROTATIONS_FILE} is missing (status {self.status}); training writes it at its end"
+            raise ValueError(f"{self.folder}: {reason}, so wait, or train on in this folder")
+        return load_rotations(file, key="rotations").matrices
 
     def plot(self) -> Figure:
         """Return the loss over the steps as a plotly figure, which a notebook draws.

@@ -13,7 +13,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,10 +22,11 @@ from typing import IO, NoReturn, TextIO
 
 from rotexp.config.composition import to_config
 from rotexp.config.schema import Config
-from rotexp.face.configs import checked, composed
+from rotexp.face.configs import checked, composed, path_of, setting
 from rotexp.face.result import RunResult
 from rotexp.process.exit_codes import DONE, INTERRUPTED, WRONG_REQUEST
 from rotexp.process.outer import adopt
+from rotexp.runfolder.layout import RANK_LOGS
 from rotexp.runfolder.records import readable_summary
 from rotexp.sweep.child import runnable
 
@@ -39,7 +40,10 @@ TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE"
 """Variables by which Jupyter's kernels, among others, say that what they show is as good as a terminal."""
 
 SAID = "rotexp: "
-"""How the command begins the line that says what was wrong."""
+"""How the command begins a line that says what was wrong."""
+
+END = re.compile(r"the run (failed|oom|interrupted): (.*) \(see .*\)")
+"""How it says that a run ended otherwise than well."""
 
 
 class RunError(RuntimeError):
@@ -53,10 +57,14 @@ class RunError(RuntimeError):
     """
 
     def __init__(self, folder: Path, status: str, reason: str) -> None:
-        super().__init__(f"the run {status}: {reason} (see {folder}/rank-*.log)")
+        super().__init__(folder, status, reason)  # as they are, since pickle calls the class with them
         self.folder, self.status, self.reason = folder, status, reason
         found = re.search(r"\bphase (\w+):", reason)
         self.phase = None if found is None else found[1]
+        self._where = f" (see {folder}/{RANK_LOGS})" if any(folder.glob(RANK_LOGS)) else ""
+
+    def __str__(self) -> str:
+        return f"the run {self.status}: {self.reason}{self._where}"
 
 
 def run(request: Config | Sequence[str] = (), *, folder: str | Path | None = None) -> RunResult:
@@ -79,18 +87,18 @@ def run(request: Config | Sequence[str] = (), *, folder: str | Path | None = Non
         (Path(configs) / "run.yaml").write_text(runnable(config, chosen), encoding="utf-8")
         granted = [f"plugins=[{','.join(config.plugins)}]"] if config.plugins else []  # typed, since no file grants
         code, said = _carry_out(["--config-dir", configs, "--config-name", "run.yaml", *granted])
-    return RunResult(chosen) if code == DONE else _fail(chosen, code, said)
+    return RunResult(chosen, plugins=config.plugins) if code == DONE else _fail(chosen, code, said)
 
 
 def _resolved(request: Config | Sequence[str], folder: str | Path | None) -> tuple[Config, Path]:
     """Return the configuration and the folder that a request means."""
     overrides = () if isinstance(request, Config) else request
     with composed(overrides) as composition:
-        given = [line for line in overrides if line.startswith("hydra.run.dir=")]
-        if folder is not None and given:
-            raise ValueError(f"{given[0]}: the folder is given twice, also as folder={folder}; keep one")
+        given = setting(overrides, "hydra.run.dir")
+        if folder is not None and given is not None:
+            raise ValueError(f"{given}: the folder is given twice, also as folder={folder}; keep one")
         config = checked(request) if isinstance(request, Config) else to_config(composition.config)
-    return config, Path(composition.folder if folder is None else folder).absolute()
+    return config, path_of(composition.folder if folder is None else folder, key="folder")
 
 
 def _refuse_ranks(config: Config) -> None:
@@ -108,12 +116,31 @@ def _refuse_ranks(config: Config) -> None:
         raise ValueError(f"launch.nnodes={nodes}: must be 1 from Python; start python -m rotexp.train on each node")
 
 
-def _carry_out(arguments: list[str]) -> tuple[int, str]:
-    """Run the command to its end; return its exit code, and what it said was wrong."""
+def _carry_out(arguments: list[str]) -> tuple[int, list[str]]:
+    """Run the command to its end; return its exit code, and the lines by which it said what was wrong."""
     shown = sys.stdout is sys.__stdout__  # in a terminal, with progress bars
     sys.stdout.flush()
-    process = subprocess.Popen(
-        [sys.executable, "-c", ENTRY, *arguments],
+    said: list[str] = []
+    started: list[subprocess.Popen[str]] = []
+    passing: list[Thread] = []
+    try:
+        started.append(_start(arguments, shown=shown))
+        passing += _passing(started[0], said)
+        started[0].wait()
+    except KeyboardInterrupt:
+        for process in started:
+            process.send_signal(signal.SIGINT)
+            process.wait()  # a second one ends all at once
+        raise
+    finally:
+        for process in started:
+            _end(process, passing)
+    return started[0].returncode, said
+
+
+def _start(arguments: list[str], *, shown: bool) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", ENTRY, *arguments],  # -P: the working folder counts where it does in this process
         env=_variables(shown=shown),
         stdin=subprocess.DEVNULL,
         stdout=None if shown else subprocess.PIPE,
@@ -122,27 +149,27 @@ def _carry_out(arguments: list[str]) -> tuple[int, str]:
         errors="replace",
         start_new_session=True,  # a terminal's Ctrl-C comes to this process, which passes it on once
     )
-    said: list[str] = []
-    passing = [Thread(target=_pass_on, args=(process.stderr, sys.stderr, said), daemon=True)]
-    if process.stdout is not None:
-        passing.append(Thread(target=_pass_on, args=(process.stdout, sys.stdout, []), daemon=True))
+
+
+def _end(process: subprocess.Popen[str], passing: Sequence[Thread]) -> None:
+    """Leave nothing of a process: none that it started, no thread, no pipe."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
     for thread in passing:
-        thread.start()
-    try:
-        process.wait()
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
-        process.wait()  # a second one ends all at once
-        raise
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for thread in passing:
-            thread.join()
-    if process.returncode == DONE:
-        sys.stderr.writelines(f"{SAID}{line}\n" for line in said)
-    return process.returncode, said[-1] if said else ""
+        thread.join()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+def _passing(process: subprocess.Popen[str], said: list[str]) -> Iterator[Thread]:
+    """Yield threads, each as soon as it runs, that pass on what a process writes and keep what it says was wrong."""
+    for source, sink, kept in ((process.stderr, sys.stderr, said), (process.stdout, sys.stdout, [])):
+        if source is not None:
+            thread = Thread(target=_pass_on, args=(source, sink, kept), daemon=True)
+            thread.start()
+            yield thread
 
 
 def _variables(*, shown: bool) -> dict[str, str]:
@@ -152,24 +179,25 @@ def _variables(*, shown: bool) -> dict[str, str]:
 
 
 def _pass_on(source: IO[str], sink: TextIO, said: list[str]) -> None:
-    """Write lines on as they come; keep those that say what was wrong, which become an exception's."""
+    """Write lines on as they come, and keep those that say what was wrong, for an exception."""
     with source:
         for line in source:
             if line.startswith(SAID):
                 said.append(line.removeprefix(SAID).strip())
-            else:
-                sink.write(line)
-                sink.flush()
+            sink.write(line)
+            sink.flush()
 
 
-def _fail(folder: Path, code: int, said: str) -> NoReturn:
+def _fail(folder: Path, code: int, said: list[str]) -> NoReturn:
     """Raise what an exit code means."""
     if code == WRONG_REQUEST:
-        raise ValueError(said)
+        raise ValueError("; ".join(said))
     if code == INTERRUPTED:
-        raise KeyboardInterrupt(said)
+        raise KeyboardInterrupt("; ".join(said))
     summary = {} if code < 0 else readable_summary(folder)  # a killed process has recorded nothing
     if summary.get("status") in ("failed", "oom", "interrupted"):
         raise RunError(folder, summary["status"], str(summary["error"]))
+    if end := END.fullmatch(said[0] if said else ""):  # the summary could not be written: the disk was full, say
+        raise RunError(folder, end[1], "; ".join([end[2], *said[1:]]))
     ended = f"signal {-code} ended its process" if code < 0 else f"its process ended with exit code {code}"
-    raise RunError(folder, "failed", said or ended)
+    raise RunError(folder, "failed", "; ".join(said) or ended)

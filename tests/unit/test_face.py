@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,10 +23,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, StableLmConfig
 
 import rotexp
+from rotexp.config.composition import resolved_yaml
+from rotexp.config.plugins import granted_plugins
 from rotexp.config.schema import Config
 from rotexp.models.tiny import FOLDER
 from rotexp.quant.spec import QuantSpec
+from rotexp.runfolder.layout import rank_log
 
+running = importlib.import_module("rotexp.face.run")  # the package has a function of this name
 ROOT = Path(rotexp.__file__).parent
 
 
@@ -115,6 +121,7 @@ WRONG: dict[str, Any] = {
     r"^hydra.job.chdir=true: concerns the command alone; ": ["hydra.job.chdir=true"],
     r"^launch.nnodes=2: must be 1 from Python; ": ["launch=elastic", "launch.nnodes=2", "launch.rdzv_endpoint=a:1"],
     r"^hydra.run.dir=elsewhere: the folder is given twice, also as folder=": ["hydra.run.dir=elsewhere"],
+    r"^\+\+hydra.run.dir=elsewhere: the folder is given twice, also as folder=": ["++hydra.run.dir=elsewhere"],
     r"^Config: model, data, quant, .* has no option; begin from rotexp.load_config": Config(),
 }
 
@@ -129,6 +136,29 @@ def test_a_wrong_request_is_one_line_and_starts_nothing(
     assert "\n" not in str(refused.value)
     assert capfd.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
+
+
+NO_PATHS: dict[str, Callable[[Any], object]] = {
+    "folder": lambda value: rotexp.run(["train.steps=1"], folder=value),
+    "config_dir": lambda value: rotexp.load_config(config_dir=value),
+    "path": lambda value: rotexp.export("run", value),
+}
+
+
+@pytest.mark.parametrize("key", NO_PATHS)
+def test_what_is_no_path_is_refused_in_one_line(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{key}=3: is a int; give a path, or its text$"):
+        NO_PATHS[key](3)
+
+
+def test_a_config_that_there_is_not_is_refused_in_the_words_of_python(tmp_path: Path) -> None:
+    for name in ("nowhere", "nowhere.yaml", 3):
+        with pytest.raises(ValueError, match=rf"^config_name={name}: no such config; name one of rotexp's or in conf"):
+            rotexp.load_config(config_name=name, config_dir=tmp_path)  # type: ignore[arg-type]
+    (tmp_path / "mine.yaml").write_text("defaults: [schema, nowhere]\n")
+    with pytest.raises(ValueError, match=r"nowhere") as refused:
+        rotexp.load_config(config_name="mine", config_dir=tmp_path)
+    assert "config_name" not in str(refused.value)
 
 
 def test_a_configuration_changed_by_hand_is_checked_again() -> None:
@@ -149,10 +179,106 @@ def test_a_rank_of_an_outer_launcher_starts_no_run(monkeypatch: pytest.MonkeyPat
 def test_a_folder_without_a_run_is_no_result(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no run \(summary.json is missing\); name the folder of a run$"):
         rotexp.RunResult(tmp_path)
+    with pytest.raises(ValueError, match=r"^folder=3: is a int; give a path"):
+        rotexp.RunResult(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^run: int is no run; give its folder"):
         rotexp.evaluate(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^run: has no value; set run=DIR, or choose a model"):
         rotexp.evaluate()
+
+
+def test_rotations_that_are_not_there_yet_are_said_to_come(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"status": "running"}')
+    with pytest.raises(ValueError, match=r"rotations.safetensors is missing \(status running\); training writes it at"):
+        _ = rotexp.RunResult(tmp_path).rotations
+    (tmp_path / "rotations.safetensors").write_text("damaged")
+    with pytest.raises(ValueError, match=r"^rotations=.*: cannot be read as safetensors"):
+        _ = rotexp.RunResult(tmp_path).rotations
+
+
+def test_parts_of_one_s_own_are_granted_to_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Path(__file__).parents[1] / "parts"
+    monkeypatch.syspath_prepend(str(parts))
+    config = rotexp.load_config(["plugins=[their_parts]", "optimizer=heavy_ball"], config_dir=parts)
+    (tmp_path / "config.resolved.yaml").write_text(resolved_yaml(config))
+    (tmp_path / "summary.json").write_text('{"status": "running"}')
+    assert rotexp.RunResult(tmp_path, plugins=["their_parts"]).config == config
+    assert granted_plugins() == ()
+    with pytest.raises(ValueError, match=r"names a part of your own .*type plugins=\[their_parts\]"):
+        _ = rotexp.RunResult(tmp_path).config
+    for again in (rotexp.evaluate, lambda run: rotexp.export(run, tmp_path / "new")):
+        with pytest.raises(ValueError, match=r"the run is not done \(status running\)"):
+            again(rotexp.RunResult(tmp_path, plugins=["their_parts"]))
+        (tmp_path / "summary.json").write_text('{"status": "running"}')
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_an_error_of_a_run_goes_to_other_processes_and_names_logs_that_there_are(logs: bool, tmp_path: Path) -> None:
+    if logs:
+        (tmp_path / rank_log(0)).touch()
+    error = rotexp.RunError(tmp_path, "failed", "phase train: RuntimeError: spoiled")
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.folder, again.status, again.phase) == (tmp_path, "failed", "train")
+    shown = f" (see {tmp_path}/rank-*.log)" if logs else ""
+    assert str(again) == str(error) == f"the run failed: phase train: RuntimeError: spoiled{shown}"
+
+
+PROCESS = """
+import os, sys, time
+sys.stderr.write("rotexp: the run failed: phase save: OSError: full (see some where/rank-*.log)\\n")
+sys.stderr.write("a line between\\nrotexp: hydra.run.dir=x: cannot be written (full); free space\\n")
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "said"),
+    [
+        (1, rotexp.RunError, "the run failed: phase save: OSError: full; hydra.run.dir=x: cannot be written (full); "),
+        (2, ValueError, "the run failed: phase save: OSError: full (see some where/rank-*.log); hydra.run.dir=x: "),
+    ],
+)
+def test_every_line_is_shown_as_it_comes_and_becomes_the_error(
+    code: int,
+    kind: type[Exception],
+    said: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running, "ENTRY", PROCESS.format(code=code))
+    with pytest.raises(kind) as failed:
+        rotexp.run(["train.steps=1"], folder=tmp_path)
+    assert str(failed.value).startswith(said)
+    lines = [line.partition(" ")[0] for line in capfd.readouterr().err.splitlines()]
+    assert lines == ["rotexp:", "a", "rotexp:"]
+
+
+def test_a_module_in_the_working_folder_hides_none_of_python_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secrets.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(running, "ENTRY", "import secrets, sys; sys.exit(len(secrets.token_bytes(7)))")
+    with pytest.raises(rotexp.RunError, match=r"its process ended with exit code 7"):
+        rotexp.run(["train.steps=1"], folder=tmp_path / "run")
+
+
+def test_an_interrupt_while_it_starts_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[str]] = []
+    start = running._start
+
+    def remembered(*given: Any, **options: Any) -> subprocess.Popen[str]:
+        started.append(start(*given, **options))
+        return started[0]
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "ENTRY", "import time; time.sleep(600)")
+    monkeypatch.setattr(running, "_start", remembered)
+    monkeypatch.setattr(running, "Thread", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rotexp.run(["train.steps=1"], folder=tmp_path)
+    assert started[0].poll() is not None
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -352,6 +478,7 @@ def test_a_coordinator_takes_any_module_that_is_held_whole() -> None:
 def test_a_guard_needs_a_sharded_model_and_a_mode_that_there_is() -> None:
     for mode, states, reason in (
         ("off", None, r"^mode=off: must be one of selective, universal, event; choose one"),
+        ("universal", ["forward"], r"^states=\['forward'\]: must be left out with mode=universal; or choose mode=sel"),
         ("selective", ["sideways"], r"^sync_mode.states=sideways: must be of forward, "),
         ("universal", None, r"^Linear has no parameter groups of FSDP2; call fully_shard before$"),
     ):
