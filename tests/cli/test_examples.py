@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from rotexp import load_config
 
 pytestmark = pytest.mark.slow
 
@@ -31,10 +34,22 @@ nbformat.write(notebook, sys.argv[2])
 """
 
 
+GROUPS = {"formats": "quant", "geoopt_adam": "optimizer", "last_layers": "sharding", "tensorboard": "tracker"}
+"""What the plug-ins of each folder are options of."""
+
+
+def listed() -> dict[str, str]:
+    """Return the commands of the README's tables by file."""
+    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(.*?)\]\((.*?)\) \|.*\| `(.*)` \|$", text, re.MULTILINE)
+    assert all(name == link for name, link, _ in rows)
+    return {name: command for name, _, command in rows}
+
+
 def command_of(example: str) -> list[str]:
     """Return the command of an example as the README's table has it, for this interpreter."""
-    rows = re.findall(r"^\| \[.*\| `(.*)` \|$", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    (line,) = (row for row in rows if row.endswith(f"examples/{example}"))
+    line = listed()[example]
+    assert line.endswith(f" examples/{example}")
     launcher = ["-m", "torch.distributed.run", *TORCHRUN.split()[1:]] if line.startswith(TORCHRUN) else []
     return [sys.executable, *launcher, str(EXAMPLES / example)]
 
@@ -49,9 +64,34 @@ def run(command: list[str], folder: Path) -> str:
 
 
 def test_the_readme_lists_every_example() -> None:
-    listed = set(re.findall(r"^\| \[(.*?)\]", (EXAMPLES / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
-    files = {file.name for file in EXAMPLES.iterdir() if file.suffix in (".py", ".ipynb")}
-    assert files == {name for name in listed if "/" not in name} == {*SHOWN, "quickstart.ipynb"}
+    files = {str(file.relative_to(EXAMPLES)) for kind in ("*.py", "*.ipynb") for file in EXAMPLES.rglob(kind)}
+    assert files == {*listed()}
+    assert {name for name in files if not name.startswith("plugins/")} == {*SHOWN, "quickstart.ipynb"}
+
+
+def test_plugins_lie_as_one_another() -> None:
+    files = {file.relative_to(EXAMPLES / "plugins") for file in EXAMPLES.glob("plugins/**/*.yaml")}
+    assert {file.parent for file in files} == {Path(name, "conf", group) for name, group in GROUPS.items()}
+    assert {folder.name for folder in (EXAMPLES / "plugins").iterdir()} == {*GROUPS}
+
+
+@pytest.mark.parametrize("plugin", [name for name in listed() if name.startswith("plugins/")])
+def test_the_command_of_a_plugin_composes_as_the_readme_and_the_file_have_it(
+    plugin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "geoopt" in plugin:
+        pytest.importorskip("geoopt")
+    file, command = EXAMPLES / plugin, listed()[plugin]
+    python, given = command.split(" --config-dir conf ")
+    assert python == "python -m rotexp.train"
+    monkeypatch.chdir(file.parent)
+    monkeypatch.syspath_prepend(file.parent)
+    config = load_config(given.split(), config_dir="conf")
+    assert config.plugins == [file.stem]
+    part = getattr(config, GROUPS[file.parent.name])
+    assert f"{file.stem}." in str(dataclasses.asdict(part))
+    if "--config-dir" in (text := file.read_text(encoding="utf-8")):
+        assert f"`{command}`" in text
 
 
 @pytest.mark.parametrize("example", SHOWN)

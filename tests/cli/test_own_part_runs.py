@@ -158,7 +158,7 @@ def test_riemannian_adam_of_geoopt_trains_resumes_and_runs_on_two_ranks(tmp_path
     """The plug-in at its defaults, on tiny; tests/unit/test_part_checks.py checks its rules."""
     pytest.importorskip("geoopt")
     options = ("evaluation.max_windows=8", "launch.threads=1", "tracker=jsonl", "train.steps=20")
-    given = ("--config-dir", str(GEOOPT), "plugins=[geoopt_adam]", "optimizer=geoopt_adam", *options)
+    given = ("--config-dir", "conf", "plugins=[geoopt_adam]", "optimizer=geoopt_adam", *options)
     one = run_train(tmp_path / "one", *given, "train.checkpoint_every=10", cwd=GEOOPT, timeout=280)
     assert one.code == 0, one.errors
     assert one.perplexities["trained"] < one.perplexities["hadamard"]

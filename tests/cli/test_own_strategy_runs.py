@@ -11,7 +11,7 @@ from run_train import Run, run_train, saved_tensors
 pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugins" / "last_layers"
-OWN = ["--config-dir", str(EXAMPLE), "plugins=[last_layers]", "sharding=last_layers", "sharding.count=1"]
+OWN = ["--config-dir", "conf", "plugins=[last_layers]", "sharding=last_layers", "sharding.count=1"]
 SAME = ["tracker=jsonl", "train.params=all", "objective=kl", "train.checkpoint_every=1"]
 
 

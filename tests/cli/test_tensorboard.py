@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "plugins" / "tensorboard"
 
 
 def test_tensorboard_takes_the_place_of_wandb(small: list[str], tmp_path: Path) -> None:
-    own = ["--config-dir", str(EXAMPLE), "plugins=[tensorboard_tracker]", "tracker=tensorboard"]
+    own = ["--config-dir", "conf", "plugins=[tensorboard_tracker]", "tracker=tensorboard"]
     run = run_train(tmp_path / "run", *own, *small, "sharding=full", cwd=EXAMPLE)
     assert (run.code, run.errors, run.left_behind) == (0, "", [])
     assert not (run.folder / "wandb").exists()

@@ -35,7 +35,7 @@ def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_named_by_its_class_and_its_options_stand_beside_the_target() -> None:
-    config = composed(EXAMPLE, "sharding=last_layers", "sharding.count=1", "sharding.min_shard_size=3")
+    config = composed(EXAMPLE / "conf", "sharding=last_layers", "sharding.count=1", "sharding.min_shard_size=3")
     sharding = config.sharding
     assert (sharding.strategy, sharding.options, sharding.min_shard_size) == ("LastLayers", {"count": 1}, 3)
     plain = to_plain(config)
@@ -43,12 +43,12 @@ def test_it_is_named_by_its_class_and_its_options_stand_beside_the_target() -> N
     assert option_name(plain, "sharding") == "LastLayers"
     assert "  strategy: LastLayers\n" in resolved_yaml(config)
     assert [strategy_of(sharding).shards_unit(index, num_units=5) for index in range(5)] == [*[False] * 3, True, False]
-    assert composed(EXAMPLE, "sharding=last_layers", "sharding.strategy=last").sharding.strategy == "last"
+    assert composed(EXAMPLE / "conf", "sharding=last_layers", "sharding.strategy=last").sharding.strategy == "last"
 
 
 def test_its_smallest_world_is_taken_on_a_cpu_and_threads_are_divided_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    config = composed(EXAMPLE, "sharding=last_layers")
+    config = composed(EXAMPLE / "conf", "sharding=last_layers")
     assert choose_world_size(config) == 2
     assert with_share_of_threads(config, accelerators=0, jobs_at_once=2).launch.threads == 2
     validate_world(config, world_size=2)
@@ -71,7 +71,7 @@ def test_its_smallest_world_is_taken_on_a_cpu_and_threads_are_divided_by_it(monk
 )
 def test_what_cannot_be_used_is_refused_by_its_key(override: str, line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        composed(EXAMPLE, "sharding=last_layers", override)
+        composed(EXAMPLE / "conf", "sharding=last_layers", override)
 
 
 def test_rotexps_own_may_be_named_by_their_class_too() -> None:

@@ -60,7 +60,7 @@ def none_opened() -> None:
 
 @pytest.fixture(scope="module")
 def default() -> Config:
-    return composed(EXAMPLE)
+    return composed(EXAMPLE / "conf")
 
 
 def live(trackers: Trackers) -> None:
@@ -143,7 +143,7 @@ def test_tensorboard_shows_a_resumed_run_as_its_metrics_have_it(
 ) -> None:
     monkeypatch.syspath_prepend(EXAMPLE)
     config = composed(
-        EXAMPLE,
+        EXAMPLE / "conf",
         "tracker=tensorboard",
         "tracker.flush_secs=5",
         "plugins=[tensorboard_tracker]",

@@ -1,6 +1,6 @@
 """Riemannian Adam of geoopt as an optimizer of rotations: `pip install 'rotexp[bench]'`.
 
-cd examples/plugins/geoopt_adam && python -m rotexp.train --config-dir . plugins=[geoopt_adam] optimizer=geoopt_adam
+In this folder: `python -m rotexp.train --config-dir conf plugins=[geoopt_adam] optimizer=geoopt_adam`.
 
 Source: Bécigneul and Ganea, "Riemannian Adaptive Optimization Methods", ICLR 2019.
 """

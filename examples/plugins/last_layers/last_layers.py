@@ -1,6 +1,6 @@
 """A sharding strategy of one's own: shard as many layers as memory asks for, and gather no others.
 
-In this folder: `python -m rotexp.train --config-dir . plugins=[last_layers] sharding=last_layers`.
+In this folder: `python -m rotexp.train --config-dir conf plugins=[last_layers] sharding=last_layers`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A tracker of one's own: TensorBoard shows the metrics of a run, in the folder `tensorboard` of the run's.
 
-In this folder: `python -m rotexp.train --config-dir . plugins=[tensorboard_tracker] tracker=tensorboard`, then
-`tensorboard --logdir outputs`.
+In this folder: `python -m rotexp.train --config-dir conf plugins=[tensorboard_tracker] tracker=tensorboard`, then
+`tensorboard --logdir runs`.
 """
 
 from __future__ import annotations
