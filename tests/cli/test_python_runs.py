@@ -136,10 +136,25 @@ def test_a_folder_whose_run_is_done_is_refused_and_stays(
     result: rotexp.RunResult, request_of: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = {file: file.read_bytes() for file in result.folder.rglob("*") if file.is_file()}
-    with pytest.raises(ValueError, match=r"^hydra.run.dir=.*: already holds a run \(status done\); choose another"):
+    with pytest.raises(
+        ValueError, match=r"^hydra.run.dir=.*: already holds a run \(status done\); choose another"
+    ) as no:
         rotexp.run(request_of, folder=result.folder)
     assert {file: file.read_bytes() for file in result.folder.rglob("*") if file.is_file()} == before
-    assert capfd.readouterr() == ("", "")
+    assert capfd.readouterr() == ("", f"rotexp: {no.value}\n")
+
+
+def test_a_run_of_one_s_own_parts_is_read_and_measured_without_granting_them_again(
+    request_of: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Path(__file__).parents[1] / "parts"
+    monkeypatch.syspath_prepend(parts)
+    own = ["plugins=[their_parts]", f"hydra.searchpath=[file://{parts}]", "optimizer=heavy_ball"]
+    run = rotexp.run([*request_of, *own], folder=tmp_path / "run")
+    assert run.config.optimizer.target == "their_parts.HeavyBall"
+    measured = rotexp.evaluate(run).perplexities["trained"]
+    assert measured == pytest.approx(run.perplexities["trained"], rel=1e-4)
+    assert (rotexp.export(run, tmp_path / "model") / "config.json").is_file()
 
 
 def test_a_model_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -459,6 +459,25 @@ def test_the_shipped_model_can_be_loaded_by_hand_and_placed() -> None:
     assert rotexp.prepare(placed) < 1e-5
 
 
+@pytest.mark.parametrize("given", [[], ["export.format=r_bin"]], ids=["checkpoint", "r_bin"])
+def test_a_rank_that_looks_on_takes_what_the_first_wrote_for_no_other_s(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas gather nothing, so nothing holds the first rank back."""
+    placed = rotexp.place(small_model(), quant="none")
+    rotexp.prepare(placed)
+    if not given:
+        rotexp.merge(placed)
+    before = rotexp.export(placed, tmp_path / "new", given)
+    files = sorted(before.iterdir())
+    with pytest.raises(ValueError, match=r"^path=.*new: is a folder that is not empty"):
+        rotexp.export(placed, tmp_path / "new", given)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    assert rotexp.export(placed, tmp_path / "new", given) == tmp_path / "new"
+    assert sorted(before.iterdir()) == files
+
+
 def test_a_coordinator_takes_any_module_that_is_held_whole() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ParameterList([torch.eye(4)]))
     coordinator = rotexp.Coordinator(model, replicated=model[1])
