@@ -25,6 +25,7 @@ from omegaconf.basecontainer import BaseContainer
 
 from rotexp.config.composition import to_config
 from rotexp.config.explanations import REFUSALS, TRAINING, Vocabulary, check_overrides, explain
+from rotexp.config.files_of_others import checked_files
 from rotexp.config.own_parts import writable
 from rotexp.config.plugins import granting, typed_plugins
 from rotexp.config.schema import Config
@@ -86,7 +87,8 @@ def composed(
     """
     try:
         lines = _checked(overrides, known)
-        with COMPOSING, _own_hydra(), granting(list(dict.fromkeys((*plugins, *typed_plugins(lines))))):
+        granted = list(dict.fromkeys((*plugins, *typed_plugins(lines))))
+        with COMPOSING, _own_hydra(), checked_files(), granting(granted):
             register()
             path = create_config_search_path("pkg://rotexp.conf")
             if config_dir is not None:

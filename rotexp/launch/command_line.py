@@ -21,6 +21,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rotexp.config.composition import PATHS, from_root
 from rotexp.config.explanations import REFUSALS, TRAINING, Vocabulary, check_overrides, explain
+from rotexp.config.files_of_others import checked_files
 from rotexp.config.own_parts import as_text_has_it, writable
 from rotexp.config.plugins import grant, typed_plugins
 from rotexp.config.schema import COMPONENTS, Config
@@ -108,7 +109,7 @@ def run_command(
         command.plugins = typed_plugins(overrides)
         grant(command.plugins)  # a sweep composes its jobs before it calls the command
         register(swept_keys(overrides))
-        with interruptible():
+        with interruptible(), checked_files():
             hydra.main(config_path="pkg://rotexp.conf", config_name=config_name, version_base="1.3")(command)()
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         command.refuse(explain(error, known=known))

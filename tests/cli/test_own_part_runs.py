@@ -182,4 +182,4 @@ def test_a_file_grants_nothing_by_hydra_s_own_record_of_what_was_typed(tmp_path:
     shutil.copytree(PARTS / "optimizer", tmp_path / "optimizer")
     refused = rotexp("train", "--config-dir", str(tmp_path), "--config-name", "trick", "launch.nproc=0")
     assert refused.returncode == 2
-    assert "plugins=[their_parts]: is named by a file" in refused.stderr
+    assert "hydra.overrides.task.0: is set by a file" in refused.stderr

@@ -46,6 +46,7 @@ ORDER = (
     "config.targets",
     "config.signatures",
     "config.own_parts",
+    "config.files_of_others",
     "config.plugins",
     "config.schema",
     "config",
