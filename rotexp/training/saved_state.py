@@ -37,6 +37,7 @@ from rotexp.sharding.communication import Communication
 from rotexp.sharding.local_rows import largest_magnitude, local_rows
 from rotexp.sharding.split_vector import SplitVector
 from rotexp.sharding.state_dicts import Form, State, agree, check_state
+from rotexp.training.checkpoint_index import CheckedReader
 from rotexp.training.planners import LoadPlanner, SavePlanner
 from rotexp.training.random_states import load_random_states, save_random_states
 
@@ -185,7 +186,7 @@ class Checkpoints:
 def load(path: Path, tensors: State, *, communication: Communication) -> dict[str, Any]:
     """Read a checkpoint into `tensors`, in place; every rank reads only what it holds of them.
 
-    Its index is a pickle, so it must come from someone who is trusted.
+    Its index is a pickle, of which nothing but plain values is accepted.
 
     Returns:
         The facts it was saved with.
@@ -196,7 +197,7 @@ def load(path: Path, tensors: State, *, communication: Communication) -> dict[st
             it is whole, or holds such numbers.
     """
     _forgive_single_process()
-    reader, found = FileSystemReader(path), dict[str, Form]()
+    reader, found = CheckedReader(path), dict[str, Form]()
 
     def read() -> None:
         no_dist = communication.world_size == 1

@@ -162,6 +162,7 @@ def test_only_the_entry_and_the_command_line_know_hydra() -> None:
     command_line = {
         "rotexp.train",
         "rotexp.config.plugins",
+        "rotexp.config.files_of_others",
         "rotexp.launch.command_line",
         "rotexp.config.explanations",
         "rotexp.sweep.planner",
