@@ -30,6 +30,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rotexp.config.composition import UnknownKeyError
 from rotexp.config.own_parts import as_text_has_it
+from rotexp.config.plugins import KEY as PLUGINS
 from rotexp.config.schema import COMPONENTS, Config
 
 REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError)
@@ -135,6 +136,8 @@ def _fault(override: Override, known: Vocabulary, *, sweep: bool) -> str:
     if override.is_delete():
         return f"~ removes keys, and every key is needed; choose another value, {key}=…"
     if override.is_sweep_override():
+        if key == PLUGINS:
+            return "several values, and what is imported is the same for all jobs; name all in one, plugins=[a,b]"
         return "" if sweep else "several values; add -m to run one after the other, or quote them"
     if key in known.groups and not isinstance(override.value(), (str, list, dict)):
         return f"must be an option of {key}; choose one of {', '.join(known.groups[key])}"

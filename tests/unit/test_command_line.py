@@ -89,6 +89,7 @@ REFUSED: dict[str, list[str]] = {
     "train.steps=1,2": ["train.steps=1,2: several values; add -m to run one after the other, or quote them"],
     "model=hf,tiny": ["model=hf,tiny: several values; add -m "],
     "train.steps=range(1,3)": ["train.steps=range(1,3): several values; add -m "],
+    "-m plugins=[json],[html]": ["plugins=[json],[html]: several values, ", "name all in one, plugins=[a,b]"],
     # a flag
     "--nope": ["--nope: no such flag (--hydra-help lists them); values are set by key=value"],
     "--train.steps=3": ["--train.steps=3: no such flag", "values are set by key=value"],
@@ -252,6 +253,16 @@ def command(own_logging: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         return end.value.code
 
     return run
+
+
+def test_a_part_that_exits_in_a_job_is_a_wrong_request(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leaves(composed: DictConfig) -> int:
+        sys.exit(0)
+
+    assert command(leaves) == 2
+    assert capsys.readouterr().err == "rotexp: a part called sys.exit(0); let it raise instead\n"
 
 
 def test_the_jobs_code_is_the_exit_code(command: Callable[..., int]) -> None:
