@@ -23,7 +23,7 @@ def refused(describe: Callable[[str], str], *, passing: tuple[type[Exception], .
 
     The tokenizers library raises a bare `Exception`, a panic of its Rust derives from `BaseException` alone, configs
     end in assertions and attribute errors. Signals and a lack of memory, torch's `RuntimeError` too, are
-    nobody's wrong file and pass.
+    nobody's wrong file and pass. An exit does not: what a part of the user's own calls must not end a command well.
 
     Args:
         describe: makes the whole line of the library's reason.
@@ -35,7 +35,7 @@ def refused(describe: Callable[[str], str], *, passing: tuple[type[Exception], .
     try:
         yield
     except BaseException as error:
-        if not (isinstance(error, Exception) or is_panic(error)) or isinstance(error, passing):
+        if not is_failure(error) or isinstance(error, passing):
             raise
         if is_out_of_memory(error):
             raise
@@ -57,7 +57,7 @@ def quiet_if_refused() -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            is_refused = isinstance(error, Exception) or is_panic(error)
+            is_refused = is_failure(error)
             raise
         finally:
             sys.stderr.flush()
@@ -72,6 +72,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether a failure, or what caused it, was a lack of memory."""
     texts = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError")
     return any(text in f"{type(error).__name__}: {error}" for text in texts)
+
+
+def is_failure(error: BaseException) -> bool:
+    """Return whether an exception says that something did not work, an exit and a panic of Rust too, but no signal."""
+    return isinstance(error, (Exception, SystemExit)) or is_panic(error)
 
 
 def is_panic(error: BaseException) -> bool:

@@ -59,6 +59,8 @@ class Command:
             self.codes.append(self.job(composed))
         except REFUSALS as error:  # here, since Hydra would print its own line, and end a sweep
             self.refuse(explain(error, known=self.known))
+        except SystemExit as exited:  # rotexp itself returns its codes
+            self.refuse(f"a part called sys.exit({'' if exited.code is None else exited.code}); let it raise instead")
         except KeyboardInterrupt as interruption:
             self.interrupt(interruption)
         finally:

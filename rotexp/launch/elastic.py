@@ -205,7 +205,7 @@ def _run_recorded(config: Config, inputs: Inputs, folder: Path, failures: Path) 
             run_rank(config, inputs, folder, stop=stop)
     except Interrupted as interruption:
         leave_at_once(interruption.exit_code)  # the parent says what happened
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}".removeprefix("PhaseError: ")
         record = {"time": time.time_ns(), "rank": int(os.environ["RANK"]), "reason": reason}
         write_atomically(failures / f"{record['rank']}.json", json.dumps(record))  # whole, although it may be killed

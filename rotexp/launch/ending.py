@@ -34,8 +34,9 @@ def recorded(config: Config, folder: Path, run: Callable[[], None], *, stop: Sto
         run()
     except Interrupted as interruption:
         return _interrupted(folder, interruption)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         message = " ".join(str(error).split()) or type(error).__name__
+        message = f"SystemExit: {message}" if isinstance(error, SystemExit) else message
         if stop.signal is not None:
             return _interrupted(folder, Interrupted(stop.signal, f"then {message}"))
         record_end(folder, "oom" if is_out_of_memory(error) else "failed", message)

@@ -55,7 +55,7 @@ def run_rank(
             run_experiment(open_context(config, inputs, folder, accelerator=accelerator, stop=request))
             with request.deferred():  # it is done: a signal comes too late to interrupt it
                 accelerator.wait_for_everyone()  # gloo aborts a rank whose peers leave while it is still leaving
-    except Exception:
+    except (Exception, SystemExit):
         logging.getLogger(__name__).info("the run failed", exc_info=True)  # to the file; the parent tells people
         raise  # with the group open: closed, it would make its peers fail too, before this failure is recorded
     if dist.is_initialized():

@@ -63,7 +63,7 @@ class Phases:
         self._now, self._since = name, time.perf_counter()
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a part of the user's own may call sys.exit
             raise PhaseError(name, error) from error
         self.memory, self.seconds = self.so_far().values()
         memory = {f"memory/{name}/{figure}": value for figure, value in self.memory[name].items()}

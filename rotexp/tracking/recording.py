@@ -53,7 +53,7 @@ class Mirror:
     def _attempt(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # a mirror must never end a run
+        except (Exception, SystemExit) as error:  # a mirror must never end a run
             if not self._failed:
                 LOGGER.warning(
                     "tracker %s: %s; the run goes on, metrics.jsonl holds everything", self.name, reason(error)

@@ -36,3 +36,8 @@ def test_a_later_session_adds_its_seconds_and_raises_peaks_alone(monkeypatch: py
 def test_a_failure_carries_the_name_of_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PhaseError, match="phase merge: KeyError: 'x'"), of_peaks(monkeypatch, 1.0)("merge"):
         raise KeyError("x")
+
+
+def test_an_exit_in_a_phase_is_a_failure_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PhaseError, match="phase train: SystemExit: 0"), of_peaks(monkeypatch, 1.0)("train"):
+        raise SystemExit(0)
