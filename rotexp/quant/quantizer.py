@@ -147,12 +147,6 @@ def code_dtype(quantizer: Quantizer, *, clips: bool) -> torch.dtype:
     return torch.int8 if fits else torch.int16
 
 
-def missing_members(quantizer: object) -> list[str]:
-    """Return the members of the contract that an object lacks."""
-    members = (*Quantizer.__annotations__, "grid", "encode", "decode")
-    return [name for name in members if not hasattr(quantizer, name)]
-
-
 def check_takes(quantizer: Quantizer, spec: QuantSpec, key: str) -> None:
     """Refuse a spec that a format cannot carry out.
 

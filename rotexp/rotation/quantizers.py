@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rotexp.config.targets import build
+from rotexp.config.targets import made
 from rotexp.quant.fake import FakeQuantizer
-from rotexp.quant.quantizer import Quantizer, check_takes, missing_members
+from rotexp.quant.quantizer import Quantizer, check_takes
 from rotexp.quant.spec import QuantSpec
 
 
@@ -15,23 +15,10 @@ def fake_quantizer(spec: QuantSpec, *, key: str) -> FakeQuantizer:
         key: of the spec, for messages.
 
     Raises:
-        ValueError: the class that `_target_` names cannot be built, is no quantizer, or cannot carry the spec out.
+        ValueError: the class that `_target_` names cannot be made, is no quantizer, or cannot carry the spec out.
     """
     if spec.target is None:
         return FakeQuantizer(spec)
-    quantizer = _own(spec, key=key)
+    quantizer: Quantizer = made(spec, key=key, protocol=Quantizer)
     check_takes(quantizer, spec, key)
     return FakeQuantizer(spec, quantizer)
-
-
-def _own(spec: QuantSpec, *, key: str) -> Quantizer:
-    try:
-        quantizer: Quantizer = build(spec)
-    except TypeError as error:
-        raise ValueError(f"{key}.{spec.setting}: cannot be built ({error}); complete it or its options") from error
-    if missing := missing_members(quantizer):
-        raise ValueError(
-            f"{key}.{spec.setting}: is no quantizer, for it lacks {', '.join(missing)}; "
-            "derive it from rotexp.quant.quantizer.Quantizer"
-        )
-    return quantizer

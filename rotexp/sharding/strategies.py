@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from rotexp.config.targets import build
+from rotexp.config.targets import made
 from rotexp.errors.library import refused
 from rotexp.errors.requirements import require
 from rotexp.sharding.options import SPECIFIC, ShardingConfig
@@ -154,7 +154,7 @@ def strategy_of(sharding: ShardingConfig) -> Strategy:
     """Return the strategy that a checked configuration names."""
     if sharding.target is None:
         return STRATEGIES[sharding.strategy]()
-    own: Strategy = build(sharding)
+    own: Strategy = made(sharding, key="sharding", protocol=Strategy)
     return own
 
 
@@ -170,14 +170,16 @@ def check_strategy_options(sharding: ShardingConfig) -> None:
     else:
         free = f"another name than {ours} for {sharding.target}"
         require(name not in STRATEGIES, "sharding.strategy", name, free, "leave it out")
-    with refused(lambda reason: f"sharding={name}: {sharding.target} does not work: {reason}"):
-        strategy = strategy_of(sharding)
+    strategy = strategy_of(sharding)
+    with refused(lambda reason: f"sharding._target_={sharding.target}: does not work ({reason}); correct it"):
         takes, whole = {*strategy.takes}, strategy.keeps_weights_whole
     _refuse_options_of_others(sharding, takes)
     if whole:
         changed = sharding.changed_options() - takes
         require(not changed, "sharding", name, f"without {', '.join(sorted(changed))}", "use another sharding")
-    strategy.validate(sharding)
+    where = f"sharding._target_={sharding.target}"
+    with refused(lambda reason: f"{where}: validate does not work ({reason}); correct it", passing=(ValueError,)):
+        strategy.validate(sharding)
 
 
 def _refuse_options_of_others(sharding: ShardingConfig, takes: Collection[str]) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rotexp.config.targets import members
 from rotexp.quant.fake import FakeQuantizer
-from rotexp.quant.quantizer import Quantizer, missing_members
+from rotexp.quant.quantizer import Quantizer
 from rotexp.testing.quantizer_case import COUNT, QuantizerCase, require
 
 DTYPES = (torch.float32, torch.float64)
@@ -30,7 +31,7 @@ def check_quantizer(cls: Callable[..., Quantizer], **options: Any) -> None:
     """
     quantizer = cls(**options)
     name = getattr(cls, "__name__", str(cls))
-    missing = missing_members(quantizer)
+    missing = [member for member in members(Quantizer) if not hasattr(quantizer, member)]
     require(not missing, name, f"lacks {', '.join(missing)}; derive it from rotexp.quant.quantizer.Quantizer")
     for check in _CHECKS:
         for dtype in DTYPES:

@@ -38,6 +38,14 @@ sys.path.insert(0, str(FORMATS))
 from mxfp4 import MAGNITUDES, MXFP4  # noqa: E402
 from nf4 import LEVELS, NF4  # noqa: E402
 
+
+class Unfinished(NF4):
+    """Raises an error of a kind that no message of rotexp's expects."""
+
+    def __init__(self) -> None:
+        raise KeyError("table")
+
+
 NF4_SPEC = QuantSpec(_target_="nf4.NF4", group_size=8)
 MXFP4_SPEC = QuantSpec(_target_="mxfp4.MXFP4", group_size=32)
 
@@ -251,8 +259,13 @@ def test_options_of_integers_are_refused_beside_a_format(spec: dict[str, Any], m
         ({"group_size": 64}, "w.group_size=64: must be 32, the only one of MXFP4; set 32"),
         ({"group_size": 32, "clip_ratio": 0.9}, "w.clip_ratio=0.9: has no effect, since MXFP4 takes no clip ratios"),
         ({"group_size": 32, "clip_search": True}, "w.clip_search=true: has no effect, since MXFP4 takes no clip rat"),
-        ({"group_size": 32, "options": {"bits": 4}}, "w._target_=mxfp4.MXFP4: cannot be built (MXFP4() takes no arg"),
-        ({"_target_": "pathlib.PurePath"}, "w._target_=pathlib.PurePath: is no quantizer, for it lacks code_range,"),
+        (
+            {"group_size": 32, "options": {"bits": 4}},
+            "mxfp4.MXFP4: cannot be made of its options (TypeError: MXFP4() takes no arg",
+        ),
+        ({"_target_": "types.MappingProxyType", "options": {"mapping": 3}}, "cannot be made of its options (TypeError"),
+        ({"_target_": "test_own_formats.Unfinished"}, "w._target_=test_own_formats.Unfinished: cannot be made of its"),
+        ({"_target_": "pathlib.PurePath"}, "w._target_=pathlib.PurePath: has no code_range, which rotexp.quant."),
     ],
 )
 def test_what_a_format_cannot_do_is_refused_in_one_line(spec: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rotexp.config.validation import validate_world
 from rotexp.launch.command_line import register
 from rotexp.launch.start import choose_world_size
 from rotexp.sharding.options import ShardingConfig
-from rotexp.sharding.strategies import Full, strategy_of
+from rotexp.sharding.strategies import Full, check_strategy_options, strategy_of
 from rotexp.sweep.devices import with_share_of_threads
 from rotexp.tracking.naming import option_name
 
@@ -77,3 +78,34 @@ def test_what_cannot_be_used_is_refused_by_its_key(override: str, line: str) -> 
 def test_rotexps_own_may_be_named_by_their_class_too() -> None:
     sharding = ShardingConfig("mine", _target_="rotexp.sharding.strategies.Full")
     assert isinstance(strategy_of(sharding), Full)
+
+
+class Unfinished(Full):
+    """Fails where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._fail("made")
+
+    def _fail(self, where: str) -> None:
+        if where == self.where:
+            raise KeyError(where) if where == "made" else SystemExit(0)
+
+    def validate(self, sharding: ShardingConfig) -> None:
+        self._fail("validate")
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "line"),
+    [
+        ("Unfinished", {"where": "made"}, "Unfinished: cannot be made of its options (KeyError: 'made'); change them"),
+        ("Unfinished", {}, "Unfinished: cannot be made of its options (TypeError: "),
+        ("Unfinished", {"where": "validate"}, "Unfinished: validate does not work (SystemExit: 0); correct it"),
+        ("Path", {}, "Path: has no minimum_world, which rotexp.sharding.strategies.Strategy asks for; add it"),
+    ],
+)
+def test_one_that_does_not_work_is_refused_in_one_line(target: str, options: dict[str, str], line: str) -> None:
+    sharding = ShardingConfig("mine", _target_=f"test_own_strategy.{target}", options=options)
+    with pytest.raises(ValueError, match=re.escape(f"sharding._target_=test_own_strategy.{line}")) as refusal:
+        check_strategy_options(sharding)
+    assert "\n" not in str(refusal.value)
