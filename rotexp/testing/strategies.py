@@ -9,22 +9,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rotexp.config.components import Component
 from rotexp.config.schema import Config
 from rotexp.config.validation import validate_world
 from rotexp.metrics.static_memory import predict
-from rotexp.models.arch import find_spec
-from rotexp.models.load import build_model, open_checkpoint
+from rotexp.models.load import open_checkpoint
 from rotexp.models.options import ModelConfig, ModelSource
 from rotexp.optim.options import CayleySGDConfig
-from rotexp.rotation.model import RotatedModel
-from rotexp.rotation.placement import place
-from rotexp.rotation.trainable import train_also
-from rotexp.sharding.applying import shard
+from rotexp.rotation.building import build_for_run
+from rotexp.sharding.applying import EffectiveSharding, shard
 from rotexp.sharding.options import SPECIFIC, ShardingConfig
 from rotexp.sharding.strategies import Strategy, check_strategy_options, mesh_sizes, strategy_of
+from rotexp.testing.rules import rule
 from rotexp.training.options import Trainable, TrainConfig
 
 FLAGS = ("keeps_weights_whole", "reshards_after_forward", "splits_master")
@@ -34,18 +33,18 @@ NUM_UNITS = 6
 
 
 def check_strategy(cls: type[Strategy], **options: Any) -> None:
-    """Check what a strategy says, and shard a small model without memory as the first rank of several worlds.
+    """Check what a strategy says, and shard a small model without memory as the first and the last rank of several worlds.
 
     Args:
         cls: a class that its module holds under its own name; called as `cls(**options)`.
 
     Raises:
         AssertionError: an attribute is missing or no such thing, its smallest world is refused or does nothing, the
-            sizes of a mesh do not make up the world, an answer is not the same twice, or a rank holds other bytes than
-            are stated before a run.
+            sizes of a mesh do not make up the world, an answer is not the same twice or on every rank, or a rank holds
+            other bytes than are stated before a run.
     """
     sharding = ShardingConfig(_target_=f"{cls.__module__}.{cls.__qualname__}", options=options)
-    with _no_refusal(f"{cls.__name__}({options or ''})"):
+    with rule(f"{cls.__name__}({options or ''})"):
         strategy = strategy_of(sharding)
         _check_attributes(strategy)
         check_strategy_options(sharding)
@@ -86,19 +85,35 @@ def _check_answers(strategy: Strategy) -> None:
 
 def _check_smallest_world(config: Config, smallest: int) -> None:
     batch = replace(config, data=replace(config.data, global_batch_size=smallest))
-    with _no_refusal(f"minimum_world={smallest}"):
+    with rule(f"minimum_world={smallest}"):
         validate_world(batch, world_size=smallest)
 
 
 def _check_world(config: Config, *, world_size: int) -> None:
-    """Shard a model as the first of that many ranks, and compare what it holds with what is stated."""
+    """Shard a model as the first and as the last of that many ranks, and compare what they hold and what is stated."""
     for per_node in (None, world_size, world_size // 2 or 1):
-        with _no_refusal(f"mesh in a world of {world_size}, {per_node} on a node"):
+        with rule(f"mesh in a world of {world_size}, {per_node} on a node"):
             sizes = mesh_sizes(config.sharding, world_size=world_size, ranks_per_node=per_node)
         assert all(isinstance(size, int) and size >= 1 for size in sizes), f"mesh={sizes}: must be two whole numbers"
-    model = _model(config)
+    model = build_for_run(open_checkpoint(config.model, seed=0), config, dtype=torch.float32)
     stated = predict(model, config, world_size=world_size)
-    with _simulated_world(world_size), _no_refusal(f"sharding in a world of {world_size}"):
+    first, split = _sharded(config, rank=0, world_size=world_size)
+    held = first.bytes_local
+    assert stated.weights + stated.heads == held, f"{stated.weights + stated.heads} bytes are stated and {held} held"
+    strategy = strategy_of(config.sharding)
+    idle = world_size > 1 and not strategy.splits_master and not strategy.keeps_weights_whole and not first.sharded
+    assert not idle, f"nothing is split in a world of {world_size}; set minimum_world, or keeps_weights_whole=True"
+    last, split_last = _sharded(config, rank=world_size - 1, world_size=world_size)
+    differ = min(split ^ split_last, default="")
+    assert not differ, f"{differ}: is split by the first or the last of {world_size} ranks alone; answer every rank alike"
+    alike = first.mesh == last.mesh
+    assert alike, f"mesh={first.mesh} on the first of {world_size} ranks, {last.mesh} on the last; answer every rank alike"
+
+
+def _sharded(config: Config, *, rank: int, world_size: int) -> tuple[EffectiveSharding, set[str]]:
+    """Shard a model as a rank; return what it then holds, and the names of the parameters that are split."""
+    model = build_for_run(open_checkpoint(config.model, seed=0), config, dtype=torch.float32)
+    with _simulated_world(world_size, rank=rank), rule(f"sharding as rank {rank} in a world of {world_size}"):
         effective = shard(
             model.network,
             config.sharding,
@@ -107,35 +122,16 @@ def _check_world(config: Config, *, world_size: int) -> None:
             device_type="cpu",
             world_size=world_size,
         )
-    held = effective.bytes_local
-    assert stated.weights + stated.heads == held, f"{stated.weights + stated.heads} bytes are stated and {held} held"
-    strategy = strategy_of(config.sharding)
-    idle = world_size > 1 and not strategy.splits_master and not strategy.keeps_weights_whole and not effective.sharded
-    assert not idle, f"nothing is split in a world of {world_size}; set minimum_world, or keeps_weights_whole=True"
-
-
-def _model(config: Config) -> RotatedModel:
-    checkpoint = open_checkpoint(config.model, seed=0)
-    network = build_model(checkpoint, dtype=torch.float32)
-    model = place(network, find_spec(network), config.rotation, config.quant, seed=0)
-    train_also(model, config.train.params)
-    return model
+    return effective, {name for name, weight in model.network.named_parameters() if isinstance(weight, DTensor)}
 
 
 @contextmanager
-def _simulated_world(world_size: int) -> Iterator[None]:
-    """Be rank 0 of a process group whose collectives do nothing."""
+def _simulated_world(world_size: int, *, rank: int) -> Iterator[None]:
+    """Be a rank of a process group whose collectives do nothing."""
     assert not dist.is_initialized(), "a process group is open; check strategies in a process without one"
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
-
-@contextmanager
-def _no_refusal(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, RuntimeError, TypeError, AttributeError) as error:
-        raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 from rotexp.sharding.options import ShardingConfig
@@ -74,6 +75,24 @@ class SplitsNothing(Sharding):
         return False
 
 
+class SplitsByRank(Sharding):
+    """Keeps the head whole on all ranks but the first."""
+
+    def shards_unit(self, index: int | None, *, num_units: int) -> bool:
+        return index != num_units - 1 or not dist.is_initialized() or dist.get_rank() == 0
+
+
+class MeshByRank(Sharding):
+    def mesh(self, sharding: ShardingConfig, *, world_size: int, ranks_per_node: int | None) -> tuple[int, int]:
+        last = dist.is_initialized() and dist.get_rank() == world_size - 1
+        return (2, world_size // 2) if last else (1, world_size)
+
+
+class LooksUpAWorld(Sharding):
+    def mesh(self, sharding: ShardingConfig, *, world_size: int, ranks_per_node: int | None) -> tuple[int, int]:
+        return {2: (1, 2)}[world_size]
+
+
 class RefusesItself(Sharding):
     def validate(self, sharding: ShardingConfig) -> None:
         raise ValueError("sharding.strategy: never")
@@ -87,12 +106,15 @@ BROKEN = {
     SplitsAMasterOfShards: "splits_master=True: the master is of weights that are whole",
     AnswersByCount: r"shards_unit\(None\): is True and then False",
     AnswersInWords: r"shards_unit\(None\)='yes': must be True or False",
-    NeedsMoreThanItSays: r"minimum_world=2: ValueError: .*its mesh of 2 x 2 must be of the 2 ranks",
-    LeavesRanksOut: r"mesh in a world of 8, None on a node: ValueError: .*its mesh of 1 x 4 must be of the 8 ranks",
-    NeedsTheNode: "minimum_world=2: TypeError: ",
+    NeedsMoreThanItSays: r"minimum_world=2: raised ValueError: .*its mesh of 2 x 2 must be of the 2 ranks",
+    LeavesRanksOut: r"mesh in a world of 8, None on a node: raised ValueError: .*its mesh of 1 x 4 must be of the 8 ranks",
+    NeedsTheNode: "minimum_world=2: raised TypeError: ",
     WholeButSplit: r"mesh in a world of 2, .*: its mesh of 1 x 2 must .*split nothing where weights are whole",
     SplitsNothing: "nothing is split in a world of 2",
-    RefusesItself: r"RefusesItself\(\): ValueError: sharding.strategy: never",
+    SplitsByRank: r"lm_head.weight: is split by the first or the last of 2 ranks alone",
+    MeshByRank: r"mesh=\(2,\) on the first of 2 ranks, \(2, 1\) on the last",
+    LooksUpAWorld: r"mesh in a world of 4, None on a node: raised KeyError: 4",
+    RefusesItself: r"RefusesItself\(\): raised ValueError: sharding.strategy: never",
 }
 
 
@@ -106,7 +128,7 @@ def test_the_example_is_taken_with_its_options(monkeypatch: pytest.MonkeyPatch) 
     from last_layers import LastLayers  # type: ignore[import-not-found]
 
     check_strategy(LastLayers, count=1)
-    with pytest.raises(AssertionError, match=r"LastLayers.* ValueError: .*sharding\.count=0: must be 1 or more"):
+    with pytest.raises(AssertionError, match=r"LastLayers.* raised ValueError: .*sharding\.count=0: must be 1 or more"):
         check_strategy(LastLayers, count=0)
 
 
