@@ -6,26 +6,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rotexp.models.arch import find_spec
+from rotexp.config.schema import Config
+from rotexp.models.load import open_checkpoint
+from rotexp.models.materialize import materialize
+from rotexp.models.options import ModelConfig, ModelSource
 from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
+from rotexp.rotation.building import build_for_run, build_plain
 from rotexp.rotation.merge import prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.options import RotationConfig, RotationInit
-from rotexp.rotation.placement import place
 from rotexp.testing.rules import check_members, disturb, rule
 from rotexp.training.objectives.protocol import Objective, Teacher
+from rotexp.training.options import Trainable, TrainConfig
 
-VOCABULARY = 64
 BLOCKS, TOKENS = 4, 12
 RELATIVE = 1e-4
 """By how much the loss of a batch may differ from the mean of those of its halves, in float32."""
+SHARPNESS = 20.0
+"""Factor on the head of random weights, without which the float model would be as unsure as the quantized one."""
+
+CPU = torch.device("cpu")
+CONFIG = Config(
+    model=ModelConfig("random_llama", ModelSource.random, size="nano"),
+    quant=QuantConfig("w4a4", weights=QuantSpec(4), activations=QuantSpec(4, symmetric=False)),
+    rotation=RotationConfig("learned", init=RotationInit.random),
+    train=TrainConfig(params=Trainable.all),
+)
 
 
 def check_objective(cls: type[Any], **options: Any) -> None:
     """Let an objective measure a small Llama with random weights, in 4 bits, with and without a second teacher.
+
+    The text is what the float model itself would write, so that quantization makes every sensible loss greater.
 
     Args:
         cls: called as `cls(**options)`, see `rotexp.training.objectives.protocol.Objective`.
@@ -37,27 +51,20 @@ def check_objective(cls: type[Any], **options: Any) -> None:
         objective: Objective = cls(**options)
     check_members(objective, Objective)
     assert isinstance(objective.distills, bool), f"distills: is {objective.distills!r}; True or False is meant"
-    token_ids = torch.randint(VOCABULARY, (BLOCKS, TOKENS), generator=torch.Generator().manual_seed(0))
-    model = _model()
+    model, float_model = _model(), _FloatModel()
+    token_ids = _text_of(float_model)
     _check_loss(objective, model, token_ids, teacher=None)
+    _check_float_model(objective, model, token_ids)
     if objective.distills:
-        _check_loss(objective, model, token_ids, teacher=_float_model())
+        float_model.asked = 0
+        _check_loss(objective, model, token_ids, teacher=float_model)
+        assert float_model.asked, "teacher: is given and never asked; its logits are those to distill, or distills=False"
 
 
 def _check_loss(objective: Objective, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher | None) -> None:
-    before, mode = _state(model), (model.mode.rotate, model.mode.quantize)
+    _check_leaves_model(objective, model, token_ids, teacher)
     disturb(1)
     loss = _loss(objective, model, token_ids, teacher)
-    with rule("backward of the loss"):
-        loss.backward()  # type: ignore[no-untyped-call]
-    gradients = [rotation.grad for _, rotation in model.bank.items()]
-    for gradient in gradients:
-        given = gradient is not None and gradient.any() and gradient.isfinite().all()
-        assert given, "loss: gives not every rotation a gradient that is finite and not zero"
-    model.network.zero_grad()
-    assert (model.mode.rotate, model.mode.quantize) == mode, "model.mode: is left changed; use `with model.mode.set(…)`"
-    same = all(torch.equal(value, before[name]) for name, value in _state(model).items())
-    assert same, "model: is left with other parameters or buffers"
     disturb(2)
     again = _loss(objective, model, token_ids, teacher)
     assert torch.equal(again, loss), "loss: is another when asked again; draw nothing from global generators"
@@ -67,6 +74,52 @@ def _check_loss(objective: Objective, model: RotatedModel, token_ids: Tensor, *,
         f"loss: of a batch is {loss.item():.6g}, and the mean of its halves' {mean:.6g}; average over blocks, "
         f"since ranks split the batch"
     )
+    with model.mode.set(rotate=True, quantize=False):
+        least = _loss(objective, model, token_ids, teacher).item()
+    assert loss.item() > least, (
+        f"loss: of the quantized model is {loss.item():.6g}, and {least:.6g} without quantization on text that the "
+        f"float model wrote; training lowers the loss, so what is worse must be greater"
+    )
+
+
+def _check_leaves_model(objective: Objective, model: RotatedModel, token_ids: Tensor, teacher: Teacher | None) -> None:
+    """Check that there is a gradient of every rotation, and that the model is afterwards as it was before."""
+    before, mode = _state(model), (model.mode.rotate, model.mode.quantize)
+    for training in (True, False):  # a run's is False; each finds what sets the other
+        model.network.train(training)
+        loss = _loss(objective, model, token_ids, teacher)
+        same = all(module.training is training for module in model.network.modules())
+        assert same, "model.network: is left in another mode of train() and eval()"
+    with rule("backward of the loss"):
+        loss.backward()  # type: ignore[no-untyped-call]
+    for _, rotation in model.bank.items():
+        gradient = rotation.grad
+        given = gradient is not None and gradient.any() and gradient.isfinite().all()
+        assert given, "loss: gives not every rotation a gradient that is finite and not zero"
+    model.network.zero_grad()
+    assert (model.mode.rotate, model.mode.quantize) == mode, "model.mode: is left changed; use `with model.mode.set(…)`"
+    same = all(torch.equal(value, before[name]) for name, value in _state(model).items())
+    assert same, "model: is left with other parameters or buffers"
+
+
+def _check_float_model(objective: Objective, model: RotatedModel, token_ids: Tensor) -> None:
+    """Check that the model without quantization is asked where, and only where, `distills` says so, and not trained."""
+    targets: list[Tensor] = []
+
+    def keep(network: Any, given: Any, output: Any) -> None:  # noqa: ARG001 (a hook's)
+        if not model.mode.quantize:
+            targets.append(output.logits)
+            if output.logits.requires_grad:
+                output.logits.retain_grad()
+
+    handle = model.network.register_forward_hook(keep)
+    _loss(objective, model, token_ids, None).backward()  # type: ignore[no-untyped-call]
+    handle.remove()
+    model.network.zero_grad()
+    asked = "asked" if targets else "never asked"
+    assert objective.distills is bool(targets), f"distills: is {objective.distills}, and the float model is {asked}"
+    trained = any(target.grad is not None for target in targets)
+    assert not trained, "loss: gives the float model a gradient too; ask it under torch.no_grad()"
 
 
 def _loss(objective: Objective, model: RotatedModel, token_ids: Tensor, teacher: Teacher | None) -> Tensor:
@@ -83,37 +136,42 @@ def _state(model: RotatedModel) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.network.state_dict().items()}
 
 
-def _llama() -> Any:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=TOKENS,
-    )
-    torch.manual_seed(0)
-    auto: Any = AutoModelForCausalLM
-    return auto.from_config(config, dtype=torch.float32)
-
-
 def _model() -> RotatedModel:
-    network = _llama()
-    quant = QuantConfig("w4a4", weights=QuantSpec(4), activations=QuantSpec(4, symmetric=False))
-    rotation = RotationConfig("learned", init=RotationInit.random)
-    model = place(network, find_spec(network), rotation, quant, seed=0)
+    checkpoint = open_checkpoint(CONFIG.model, seed=CONFIG.seed)
+    model = build_for_run(checkpoint, CONFIG, dtype=torch.float32)
+    materialize(model.network, checkpoint, device=CPU, added=model.added)
+    _sharpen(model)
     prepare(model)
     model.mode.rotate = model.mode.quantize = True
     return model
 
 
-def _float_model() -> Teacher:
-    network = _llama()
+@torch.no_grad()
+def _sharpen(model: RotatedModel) -> None:
+    *_, head = model.units
+    for weight in head.parameters():
+        weight.mul_(SHARPNESS)
+
+
+class _FloatModel:
+    """A teacher that counts how often it is asked."""
+
+    def __init__(self) -> None:
+        checkpoint = open_checkpoint(CONFIG.model, seed=CONFIG.seed)
+        self._model = build_plain(checkpoint, dtype=torch.float32)
+        materialize(self._model.network, checkpoint, device=CPU)
+        _sharpen(self._model)
+        self.asked = 0
 
     @torch.no_grad()
-    def teacher(token_ids: Tensor) -> Tensor:
-        logits: Tensor = network(token_ids, use_cache=False).logits
-        return logits
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        self.asked += 1
+        return self._model.logits(token_ids)
 
-    return teacher
+
+def _text_of(float_model: _FloatModel) -> Tensor:
+    """Return blocks (blocks, tokens) that each begin with a token of their own and go on with the likeliest."""
+    token_ids = torch.arange(1, BLOCKS + 1)[:, None]
+    while token_ids.shape[1] < TOKENS:
+        token_ids = torch.cat([token_ids, float_model(token_ids)[:, -1:].argmax(-1)], dim=1)
+    return token_ids

@@ -20,7 +20,7 @@ from rotexp.optim.cayley_sgd import CayleySGD
 from rotexp.rotation.start import draw_start
 from rotexp.testing import check_data_source, check_objective, check_optimizer, check_scheduler, check_start
 from rotexp.training import objectives
-from rotexp.training.objectives import CrossEntropy
+from rotexp.training.objectives import CrossEntropy, KLDivergence
 
 ROOT = Path(__file__).parents[2]
 
@@ -351,6 +351,52 @@ class Insisting(CrossEntropy):
         return super().__call__(model, token_ids) + 0 * teacher(token_ids).mean()
 
 
+class Evaluating(CrossEntropy):
+    def __call__(self, model: Any, token_ids: Tensor, *, teacher: Any = None) -> Tensor:
+        model.network.eval()
+        return super().__call__(model, token_ids)
+
+
+class Exercising(CrossEntropy):
+    def __call__(self, model: Any, token_ids: Tensor, *, teacher: Any = None) -> Tensor:
+        model.network.lm_head.train()
+        return super().__call__(model, token_ids)
+
+
+class Negated(CrossEntropy):
+    def __call__(self, model: Any, token_ids: Tensor, *, teacher: Any = None) -> Tensor:
+        return 10.0 - super().__call__(model, token_ids)
+
+
+class Unasking(CrossEntropy):
+    """Says that it distills, and does not."""
+
+    distills = True
+
+
+class Unsaying(KLDivergence):
+    distills = False
+
+
+class Ignoring(KLDivergence):
+    """Distills from the model itself although there is a teacher."""
+
+    def __call__(self, model: Any, token_ids: Tensor, *, teacher: Any = None) -> Tensor:
+        return super().__call__(model, token_ids)
+
+
+class Teaching(CrossEntropy):
+    """Trains the float model to agree with the quantized one."""
+
+    distills = True
+
+    def __call__(self, model: Any, token_ids: Tensor, *, teacher: Any = None) -> Tensor:
+        with model.mode.set(rotate=False, quantize=False):
+            target = model.logits(token_ids).log_softmax(-1)
+        student = model.logits(token_ids).log_softmax(-1)
+        return torch.nn.functional.kl_div(student, target, log_target=True, reduction="sum") / token_ids.numel()
+
+
 OBJECTIVES: dict[Any, str] = {
     Summing: "loss: of a batch is ",
     Perturbed: "loss: is another when asked again",
@@ -363,6 +409,13 @@ OBJECTIVES: dict[Any, str] = {
     Plain: "loss: is a float and no tensor",
     Undecided: "distills: is None; True or False is meant",
     Silent: "distills: is missing, and rotexp.training.objectives.protocol.Objective asks for it",
+    Evaluating: "model.network: is left in another mode of train() and eval()",
+    Exercising: "model.network: is left in another mode of train() and eval()",
+    Negated: "loss: of the quantized model is ",
+    Unasking: "distills: is True, and the float model is never asked",
+    Unsaying: "distills: is False, and the float model is asked",
+    Ignoring: "teacher: is given and never asked",
+    Teaching: "loss: gives the float model a gradient too",
     Insisting: "cls(**options)(model, token_ids, teacher=…): raised TypeError: ",
 }
 
