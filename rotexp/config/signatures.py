@@ -21,7 +21,7 @@ KINDS: dict[Any, tuple[tuple[type[Any], ...], str]] = {
 GIVEN = {
     "optimizer": 1,
     "objective": 0,
-    "train.scheduler": 3,
+    "train.scheduler": 1,
     "rotation.start": 0,
     "data": 0,
     "quant.weights": 0,
@@ -31,6 +31,9 @@ GIVEN = {
     "sharding": 0,
 }
 """How many positional arguments rotexp itself gives to the class at a key."""
+
+GIVEN_BY_NAME = {"train.scheduler": ("num_warmup_steps", "num_training_steps")}
+"""The keyword arguments that rotexp itself gives to the class at a key, where its constructor names them."""
 
 
 def check_options(found: type[Any], options: Mapping[str, Any], *, key: str, target: str) -> None:
@@ -45,7 +48,8 @@ def check_options(found: type[Any], options: Mapping[str, Any], *, key: str, tar
     """
     given = GIVEN.get(key)
     parameters = list(inspect.signature(found).parameters.values())[given or 0 :]
-    named = {parameter.name: parameter for parameter in parameters if parameter.kind not in _VARIADIC}
+    ours = GIVEN_BY_NAME.get(key, ())
+    named = {part.name: part for part in parameters if part.kind not in _VARIADIC and part.name not in ours}
     any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     for option in options:
         if option not in named and not any_name:
@@ -58,6 +62,12 @@ def check_options(found: type[Any], options: Mapping[str, Any], *, key: str, tar
         if name not in options and parameter.default is parameter.empty:
             raise ValueError(f"{key}.{name}: has no value, which {target} needs; write it beside _target_")
     _check_types(found, options, key=key)
+
+
+def named_by(found: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those keyword arguments that a class's constructor names."""
+    names = inspect.signature(found).parameters
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

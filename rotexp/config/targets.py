@@ -33,9 +33,13 @@ OURS = {
 
 def build(component: Any, *arguments: Any) -> Any:
     """Call the class that a checked component's `_target_` names, with `arguments` and the component's options."""
+    return factory_of(component)(*arguments, **options_of(component))
+
+
+def factory_of(component: Any) -> Any:
+    """Return the class that a checked component's `_target_` names."""
     module, _, name = component._target_.rpartition(".")
-    factory = getattr(importlib.import_module(module), name)
-    return factory(*arguments, **options_of(component))
+    return getattr(importlib.import_module(module), name)
 
 
 def made(component: Any, *arguments: Any, key: str, protocol: type[Any]) -> Any:
@@ -63,8 +67,7 @@ def check_members(component: Any, *, key: str, protocol: type[Any]) -> None:
     Raises:
         ValueError: it does.
     """
-    module, _, name = component._target_.rpartition(".")
-    found = getattr(importlib.import_module(module), name)
+    found = factory_of(component)
     for method in (name for name in members(protocol) if callable(getattr(protocol, name, None))):
         if not hasattr(found, method):
             asks = f"which {protocol.__module__}.{protocol.__name__} asks for"

@@ -58,7 +58,7 @@ def check_objective(cls: type[Any], **options: Any) -> None:
     if objective.distills:
         float_model.asked = 0
         _check_loss(objective, model, token_ids, teacher=float_model)
-        assert float_model.asked, "teacher: is given and never asked; its logits are those to distill, or distills=False"
+        assert float_model.asked, "teacher: is given and never asked, although distills=True"
 
 
 def _check_loss(objective: Objective, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher | None) -> None:

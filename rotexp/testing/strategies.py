@@ -33,7 +33,7 @@ NUM_UNITS = 6
 
 
 def check_strategy(cls: type[Strategy], **options: Any) -> None:
-    """Check what a strategy says, and shard a small model without memory as the first and the last rank of several worlds.
+    """Check what a strategy says, and shard a small model without memory as first and last rank of several worlds.
 
     Args:
         cls: a class that its module holds under its own name; called as `cls(**options)`.
@@ -105,9 +105,9 @@ def _check_world(config: Config, *, world_size: int) -> None:
     assert not idle, f"nothing is split in a world of {world_size}; set minimum_world, or keeps_weights_whole=True"
     last, split_last = _sharded(config, rank=world_size - 1, world_size=world_size)
     differ = min(split ^ split_last, default="")
-    assert not differ, f"{differ}: is split by the first or the last of {world_size} ranks alone; answer every rank alike"
-    alike = first.mesh == last.mesh
-    assert alike, f"mesh={first.mesh} on the first of {world_size} ranks, {last.mesh} on the last; answer every rank alike"
+    assert not differ, f"{differ}: is split by the first or the last of {world_size} ranks alone; answer all alike"
+    same = first.mesh == last.mesh
+    assert same, f"mesh={first.mesh} on the first of {world_size} ranks, {last.mesh} on the last; answer all alike"
 
 
 def _sharded(config: Config, *, rank: int, world_size: int) -> tuple[EffectiveSharding, set[str]]:
@@ -134,4 +134,3 @@ def _simulated_world(world_size: int, *, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-

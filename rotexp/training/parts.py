@@ -12,7 +12,7 @@ from rotexp.config.targets import made
 from rotexp.optim.protocol import ManifoldOptimizer
 from rotexp.rotation.start import RotationStart
 from rotexp.training.objectives.protocol import Objective
-from rotexp.training.schedulers import Scheduler
+from rotexp.training.schedulers import Scheduler, own_scheduler
 
 ORDER = 8
 """Of the rotation on which an optimizer is tried."""
@@ -28,8 +28,7 @@ def check_parts(config: Config) -> None:
     optimizer = _check_optimizer(config.optimizer)
     train, start = config.train, config.rotation.start
     if train.scheduler is not None:
-        arguments = (optimizer, train.warmup_steps, train.steps)
-        made(train.scheduler, *arguments, key="train.scheduler", protocol=Scheduler)
+        made(own_scheduler(train), optimizer, key="train.scheduler", protocol=Scheduler)
     if start is not None:
         made(start, key="rotation.start", protocol=RotationStart)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from rotexp.data.corpora import Corpus
 from rotexp.optim.cayley_sgd import CayleySGD as CayleySGD
@@ -111,6 +111,10 @@ class Trapezoid(LambdaLR):
             return min((step + 1) / (num_warmup_steps + 1), (num_training_steps - step) / falling, 1.0)
 
         super().__init__(optimizer, share)
+
+
+class Stairs(StepLR):
+    """One of torch's, which knows of no warm-up and of no last step."""
 
 
 class Householder:

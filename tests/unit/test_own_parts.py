@@ -128,7 +128,12 @@ REFUSED = [
     ([f"{TARGET}their_parts.Listing"], "its initial_state holds history, a list; a checkpoint holds tensors"),
     ([f"{TARGET}their_parts.NoOptimizer"], "does not derive from torch.optim.Optimizer"),
     ([f"{TARGET}their_parts.Sharpened", "~optimizer.lr"], "has no param_groups, which rotexp.optim.protocol"),
-    (["train.scheduler={_target_:their_parts.Sharpened}"], "Sharpened: cannot be made of its options (TypeError"),
+    (["train.scheduler={_target_:their_parts.Sharpened}"], "Sharpened: has no step, which rotexp.training."),
+    (["train.scheduler={_target_:their_parts.Stairs}"], "train.scheduler.step_size: has no value, which their_parts."),
+    (
+        ["train.scheduler={_target_:their_parts.Trapezoid,num_warmup_steps:3}"],
+        "train.scheduler.num_warmup_steps: is no option of their_parts.Trapezoid; choose one of decay",
+    ),
 ]
 
 

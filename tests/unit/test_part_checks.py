@@ -77,6 +77,7 @@ def test_theirs_pass(theirs: Any, tmp_path: Path) -> None:
     check_optimizer(theirs.HeavyBall)
     check_objective(theirs.Sharpened, temperature=0.5)
     check_scheduler(theirs.Trapezoid)
+    check_scheduler(theirs.Stairs, step_size=4)
     check_start(theirs.Householder)
     (tmp_path / "text").write_text("a text with two halves that differ")
     check_data_source(theirs.Halves, path=str(tmp_path / "text"))
@@ -441,6 +442,17 @@ def scheduler(rate: Callable[[Any, int], Any]) -> Any:
     return Made
 
 
+class OneGroup(torch.optim.lr_scheduler.StepLR):
+    """Leaves the rates of the second group as they are."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, step_size=3)
+
+    def get_lr(self) -> Any:
+        first, *_ = super().get_lr()
+        return [first, *(group["lr"] for group in self.optimizer.param_groups[1:])]
+
+
 SCHEDULERS: dict[str, tuple[Any, str]] = {
     "negative": (scheduler(lambda _, step: 0.1 - 0.05 * step), "step: sets lr=[-"),
     "nan": (scheduler(lambda *_: float("nan")), "step: sets lr=[nan, nan]"),
@@ -454,7 +466,8 @@ SCHEDULERS: dict[str, tuple[Any, str]] = {
         lambda optimizer, *_: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
         "step: raised TypeError: ",
     ),
-    "options": (lambda optimizer: None, "cls(optimizer, num_warmup_steps, num_training_steps, **options): raised Ty"),
+    "options": (lambda: None, "cls(optimizer, **options): raised TypeError: "),
+    "one group": (OneGroup, "step: changes the learning rates of some groups alone"),
     "none": (lambda *_: None, "step: is missing, and rotexp.training.schedulers.Scheduler asks for it"),
 }
 
