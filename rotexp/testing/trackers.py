@@ -6,7 +6,7 @@ import copy
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,11 +15,29 @@ from typing import Any
 import numpy as np
 import torch
 
+from rotexp.config.components import Component
+from rotexp.config.composition import to_plain
+from rotexp.config.schema import Config
+from rotexp.data.options import DataConfig, DataSource
+from rotexp.models.options import ModelConfig, ModelSource
+from rotexp.optim.options import CayleySGDConfig
+from rotexp.quant.options import QuantConfig
+from rotexp.rotation.options import RotationConfig
 from rotexp.runfolder.layout import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 from rotexp.runfolder.records import MetricsFile
+from rotexp.testing.rules import rule
+from rotexp.tracking.options import TrackerConfig
 from rotexp.tracking.tracker import TrackedRun, Tracker
 
-PLAIN_CONFIG = {"seed": 0, "model": {"name": "tiny", "path": None}, "tracker": {"tags": ["a"]}, "profile": False}
+CONFIG = Config(
+    model=ModelConfig("tiny", ModelSource.tiny),
+    data=DataConfig("builtin", DataSource.builtin),
+    quant=QuantConfig("w4a4"),
+    rotation=RotationConfig("learned"),
+    optimizer=CayleySGDConfig(),
+    objective=Component("ce", "rotexp.training.objectives.CrossEntropy"),
+    tracker=TrackerConfig(tags=["a"]),
+)
 ROWS: tuple[tuple[int, dict[str, float]], ...] = (
     (0, {"time/load_s": 0.25}),
     (0, {"eval/quantized/perplexity": 31.5, "eval/quantized/kl": math.inf}),
@@ -37,25 +55,46 @@ SUMMARY = {
 }
 
 
-def check_tracker(cls: Callable[..., Tracker], **options: Any) -> None:
+ReadBack = Callable[[Path], Iterable[tuple[int, Mapping[str, float]]]]
+"""Returns the step and the metrics of every row that a tracker kept of the run of a folder, in any order."""
+
+
+def check_tracker(cls: Callable[..., Tracker], *, read_back: ReadBack | None = None, **options: Any) -> None:
     """Let a tracker record a run, the same resumed, and one that fails, each in a folder of its own that is removed.
+
+    Where a tracker keeps rows is its own affair: that none is lost is checked only where `read_back` is given.
 
     Args:
         cls: called as `cls(run, **options)`, see `rotexp.tracking.tracker.Tracker`.
+        read_back: reads what it kept, called once the run has ended, and again once the resumed one has.
 
     Raises:
         AssertionError: it raises something, changes what it is given, a file of rotexp's or the process, leaves a
-            thread that a run would wait for, or does not keep what it calls the run.
+            thread that a run would wait for, does not keep what it calls the run, or lost a number.
     """
+    plain = to_plain(CONFIG)
     with TemporaryDirectory() as place:
         folder = _run_folder(Path(place))
-        run_id = _record(cls, TrackedRun(folder, PLAIN_CONFIG), options, rows=ROWS, exit_code=1)
-        resumed = TrackedRun(folder, PLAIN_CONFIG, step=RESUMED_AT, logged_to=ROWS[-1][0], run_id=run_id)
+        run_id = _record(cls, TrackedRun(folder, plain), options, rows=ROWS, exit_code=1)
+        _check_kept(folder, read_back)
+        resumed = TrackedRun(folder, plain, step=RESUMED_AT, logged_to=ROWS[-1][0], run_id=run_id)
         rows = tuple(row for row in ROWS if row[0] > RESUMED_AT)
         again = _record(cls, resumed, options, rows=rows, exit_code=0)
         assert again == run_id, f"run_id: was {run_id!r} and is {again!r} after resuming; go on with run.run_id"
+        _check_kept(folder, read_back)
     with TemporaryDirectory() as place:
-        _record(cls, TrackedRun(_run_folder(Path(place)), PLAIN_CONFIG), options, rows=(), exit_code=1)
+        _record(cls, TrackedRun(_run_folder(Path(place)), plain), options, rows=(), exit_code=1)
+
+
+def _check_kept(folder: Path, read_back: ReadBack | None) -> None:
+    """Check that every number of every row was kept, those of a session that is gone on from too."""
+    if read_back is None:
+        return
+    with rule("read_back(folder)"):
+        kept = {(step, key, repr(float(value))) for step, row in read_back(folder) for key, value in row.items()}
+    for step, row in ROWS:
+        lost = [f"{key}={value}" for key, value in row.items() if (step, key, repr(value)) not in kept]
+        assert not lost, f"log: {', '.join(lost)} of step {step} was not kept"
 
 
 def _run_folder(folder: Path) -> Path:
@@ -80,25 +119,18 @@ def _record(
 ) -> str | None:
     """Record rows and an end; return what the tracker calls the run."""
     with _process_unchanged(), _files_unchanged(run.folder), _unchanged("plain_config", run.plain_config):
-        with _no_error("opening it"):
+        with rule("opening it"):
             tracker = cls(run, **options)
         for step, row in rows:
-            with _unchanged("row", row), _no_error(f"log({dict(row)}, step={step})"):
-                tracker.log(row, step=step)
+            given = dict(row)
+            with _unchanged("row", given), rule(f"log({row}, step={step})"):
+                tracker.log(given, step=step)
         run_id = getattr(tracker, "run_id", None)
         assert run_id is None or isinstance(run_id, str), f"run_id={run_id!r}: must be a text or None"
-        summary = SUMMARY if exit_code == 0 else {"status": "failed", "error": "out of paper"}
-        with _unchanged("summary", summary), _no_error(f"finish(…, exit_code={exit_code})"):
+        summary = copy.deepcopy(SUMMARY) if exit_code == 0 else {"status": "failed", "error": "out of paper"}
+        with _unchanged("summary", summary), rule(f"finish(…, exit_code={exit_code})"):
             tracker.finish(summary, exit_code=exit_code)
     return run_id
-
-
-@contextmanager
-def _no_error(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise AssertionError(f"{what}: raised {type(error).__name__}: {error}") from error
 
 
 @contextmanager

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from offline_wandb import history
 
-from rotexp.runfolder.records import MetricsFile
+from rotexp.runfolder.records import MetricsFile, read_metrics, revived
 from rotexp.testing import check_tracker
 from rotexp.tracking.options import TrackerConfig, WandbMode
 from rotexp.tracking.tracker import TrackedRun
@@ -145,9 +146,36 @@ def test_a_sound_tracker_is_taken_with_its_options() -> None:
     check_tracker(Sound, name="another")
 
 
-def test_rotexps_own_are_taken() -> None:
-    check_tracker(in_a_folder_of_its_own)
-    check_tracker(open_mirror, config=TrackerConfig(mode=WandbMode.offline, project="rotexp-tests"))
+def test_rotexps_own_are_taken_and_lose_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    check_tracker(in_a_folder_of_its_own, read_back=lambda folder: rows_of(read_metrics(folder / "mirror")))
+    config = TrackerConfig(mode=WandbMode.offline, project="rotexp-tests")
+    check_tracker(open_mirror, config=config, read_back=lambda folder: rows_of(history(folder)))
+    warned = [record for record in caplog.records if record.name.startswith("rotexp.")]
+    assert warned == [], "W&B's mirror says in a warning where it was given up"
+
+
+def rows_of(rows: Iterable[Any]) -> Iterator[tuple[int, dict[str, float]]]:
+    for row in revived([*rows]):
+        yield row.pop("step"), row
+
+
+@pytest.mark.parametrize("when", ["always", "resumed", "nan"])
+def test_a_row_that_is_dropped_is_found_where_what_is_kept_can_be_read(when: str) -> None:
+    def dropping(run: TrackedRun) -> Any:
+        mirror = in_a_folder_of_its_own(run)
+        log = mirror.log
+
+        def log_some(row: Mapping[str, float], *, step: int) -> None:
+            nan = any(value != value for value in row.values())
+            if not {"always": True, "resumed": run.step == 0 and step == 1, "nan": nan}[when]:
+                log(row, step=step)
+
+        mirror.log = log_some  # type: ignore[method-assign]
+        return mirror
+
+    lost = "time/load_s=0.25 of step 0" if when == "always" else "train/loss=(3.25|nan), .* of step [12]"
+    with pytest.raises(AssertionError, match=f"log: {lost} was not kept"):
+        check_tracker(dropping, read_back=lambda folder: rows_of(read_metrics(folder / "mirror")))
 
 
 def in_a_folder_of_its_own(run: TrackedRun) -> MetricsFile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,4 +172,9 @@ def test_the_example_keeps_what_is_expected_of_a_tracker(monkeypatch: pytest.Mon
     sys.modules.pop("tensorboard_tracker", None)
     from tensorboard_tracker import TensorBoard  # type: ignore[import-not-found]
 
-    check_tracker(TensorBoard, flush_secs=5)
+    check_tracker(TensorBoard, flush_secs=5, read_back=numbers)
+
+
+def numbers(folder: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    for key, values in scalars(folder / "tensorboard").items():
+        yield from ((step, {key: value}) for step, value in values)
