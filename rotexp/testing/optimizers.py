@@ -18,9 +18,11 @@ from rotexp.training.parts import fault_of_optimizer
 SHAPES = ((64, 64), (256, 256), (3, 32, 32))
 STEPS = 100
 DRIFT = 1e-4
-"""Largest |R Rᵀ − I| after so many steps in float32."""
-EXACT = 1e-5
-"""The same after `project`, and how far a learning rate of zero may move an entry."""
+"""Largest |R Rᵀ − I| after so many steps."""
+EXACT = {torch.float32: 1e-5, torch.float64: 1e-12}
+"""The same after `project`, by the dtypes in which rotations are held."""
+STILL = 1e-5
+"""How far a learning rate of zero may move an entry in float32."""
 NEAR = 0.1
 """Farthest that `project` may move an entry of a matrix that is 0.01 from orthogonal."""
 DESCENT = 1e-3
@@ -30,7 +32,7 @@ Make = Callable[[list[Tensor]], Any]
 
 
 def check_optimizer(cls: type[Any], **options: Any) -> None:
-    """Let an optimizer move rotations of orders 64 and 256 and a stack of blocks, towards others, on the CPU.
+    """Let an optimizer move rotations of orders 64 and 256 and a stack of blocks, float32 and float64, on the CPU.
 
     The gradient of each has length 1, as `train.max_grad_norm` leaves it at most, and the options are those of a run:
     a learning rate that is far too large or too small for it is found.
@@ -47,25 +49,26 @@ def check_optimizer(cls: type[Any], **options: Any) -> None:
             return cls(rotations, **options)
 
     _check_form(make)
-    _check_state(make)
     _check_same_bits(make)
     _check_skips(make)
     _check_rates(make)
-    _check_goes_on(make)
-    _check_projects(make)
-    for shape in SHAPES:
-        _check_descends(make, shape)
+    for dtype, exact in EXACT.items():
+        _check_state(make, dtype)
+        _check_goes_on(make, dtype)
+        _check_projects(make, dtype, exact)
+        for shape in SHAPES:
+            _check_descends(make, shape, dtype)
 
 
 class _Problem:
     """Rotations of given shapes on the way to others: the loss is ½ Σ ‖R − T‖² / √n, its gradient of length 1."""
 
-    def __init__(self, *shapes: tuple[int, ...]) -> None:
+    def __init__(self, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
         self.rotations: list[Tensor] = []
         self.goals: list[Tensor] = []
         for index, shape in enumerate(shapes):
-            start = draw_start("random", shape, name=f"R{index}", seed=0)
-            noise = draw_start("random", shape, name=f"noise{index}", seed=0)
+            start = draw_start("random", shape, name=f"R{index}", seed=0).to(dtype)
+            noise = draw_start("random", shape, name=f"noise{index}", seed=0).to(dtype)
             self.goals.append(cayley_exact(noise - noise.mT, start))
             self.rotations.append(nn.Parameter(start))
 
@@ -99,7 +102,8 @@ def _check_form(make: Make) -> None:
     problem = _Problem((8, 8))
     optimizer = make(problem.rotations)
     check_members(optimizer, ManifoldOptimizer)
-    fault = fault_of_optimizer(optimizer, problem.rotations[0])
+    with rule("initial_state"):
+        fault = fault_of_optimizer(optimizer, problem.rotations[0])
     assert not fault, f"cls(rotations, **options): {fault}"
     problem.rotations[0].grad = torch.ones(8, 8)
     with rule("zero_grad"):
@@ -108,12 +112,14 @@ def _check_form(make: Make) -> None:
     assert gradient is None or not gradient.any(), "zero_grad: leaves a gradient that is not zero"
 
 
-def _check_state(make: Make) -> None:
+def _check_state(make: Make, dtype: torch.dtype) -> None:
     """Check that what is kept of a rotation is what was said, on the meta device too."""
-    problem = _Problem((8, 8), (2, 4, 4))
+    problem = _Problem((8, 8), (2, 4, 4), dtype=dtype)
     optimizer = _opened(make, problem)
     stated = [_forms(optimizer.state[rotation]) for rotation in problem.rotations]
     problem.step(optimizer, 3)
+    held_as = {rotation.dtype for rotation in problem.rotations}
+    assert held_as == {dtype}, f"step: leaves rotations of {dtype} as {', '.join(map(str, held_as))}"
     found = [_forms(optimizer.state[rotation]) for rotation in problem.rotations]
     assert found == stated, f"initial_state: says {stated[0]}, and after 3 steps state holds {found[0]}"
     empty: list[Tensor] = [nn.Parameter(rotation.detach().to("meta")) for rotation in problem.rotations]
@@ -165,13 +171,13 @@ def _check_rates(make: Make) -> None:
         problem.step(optimizer)
         moved.append(problem.values()[0] - before)
     still, half, whole = moved
-    assert still.abs().max() <= EXACT, "step: moves a rotation although param_groups say lr=0"
+    assert still.abs().max() <= STILL, "step: moves a rotation although param_groups say lr=0"
     assert not torch.equal(half, whole), "step: moves as far at half the lr of param_groups; read it in every step"
 
 
-def _check_goes_on(make: Make) -> None:
+def _check_goes_on(make: Make, dtype: torch.dtype) -> None:
     """Check that a new process goes on with the same bits from tensors that are copied and numbers that JSON holds."""
-    straight, again = _Problem((32, 32), (2, 16, 16)), _Problem((32, 32), (2, 16, 16))
+    straight, again = (_Problem((32, 32), (2, 16, 16), dtype=dtype) for _ in range(2))
     optimizer = _opened(make, straight)
     straight.step(optimizer, 3)
     resumed = _opened(make, again)
@@ -190,23 +196,23 @@ def _check_goes_on(make: Make) -> None:
 
 
 @torch.no_grad()
-def _check_projects(make: Make) -> None:
-    problem = _Problem((32, 32), (3, 16, 16))
+def _check_projects(make: Make, dtype: torch.dtype, exact: float) -> None:
+    problem = _Problem((32, 32), (3, 16, 16), dtype=dtype)
     optimizer = _opened(make, problem)
     generator = torch.Generator().manual_seed(0)
     for rotation in problem.rotations:
-        rotation.add_(torch.randn(rotation.shape, generator=generator) * 1e-2)
+        rotation.add_(torch.randn(rotation.shape, generator=generator, dtype=dtype) * 1e-2)
     before = problem.values()
     with rule("project"):
         optimizer.project()
     for rotation, was in zip(problem.rotations, before, strict=True):
         error = _drift(rotation)
-        assert error <= EXACT, f"project: leaves a matrix {error:.1e} from orthogonal; at most {EXACT} is exact enough"
+        assert error <= exact, f"project: leaves a matrix {error:.1e} from orthogonal; at most {exact} in {dtype}"
         assert (rotation - was).abs().max() <= NEAR, "project: replaces a matrix by one that is far from it"
 
 
-def _check_descends(make: Make, shape: tuple[int, ...]) -> None:
-    problem = _Problem(shape)
+def _check_descends(make: Make, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    problem = _Problem(shape, dtype=dtype)
     optimizer = _opened(make, problem)
     before = problem.loss()
     problem.step(optimizer, STEPS)
