@@ -13,11 +13,12 @@ from rotexp.testing.rules import check_members, disturb, rule
 SHAPES = {"R1": (64, 64), "R2_0": (16, 16), "R2_1": (16, 16), "blocks": (4, 32, 32)}
 
 
-def check_start(cls: type[Any], **options: Any) -> None:
+def check_start(cls: type[Any], *, ignores_seed: bool = False, **options: Any) -> None:
     """Let a start draw rotations of orders 64 and 16 and a stack of blocks of order 32.
 
     Args:
         cls: called as `cls(**options)`, see `rotexp.rotation.start.RotationStart`.
+        ignores_seed: whether it is meant to be the same for every seed, as the identity is.
 
     Raises:
         AssertionError: naming the rule that is broken.
@@ -33,10 +34,19 @@ def check_start(cls: type[Any], **options: Any) -> None:
         same = torch.equal(matrix, again[name])
         assert same, f"cls(**options)({SHAPES[name]}, …): draws other bits when asked again; use seed and name alone"
 
+    other = {name: _drawn(cls, options, name, seed=1) for name in SHAPES}
+    differs = any(not torch.equal(matrix, other[name]) for name, matrix in drawn.items())
+    assert differs or ignores_seed, (
+        "cls(**options)(…): draws the same for every seed; if it is to, set ignores_seed=True"
+    )
+    assert not (differs and ignores_seed), (
+        "cls(**options)(…): draws others for another seed, although ignores_seed=True"
+    )
 
-def _drawn(cls: type[Any], options: dict[str, Any], name: str) -> Tensor:
+
+def _drawn(cls: type[Any], options: dict[str, Any], name: str, seed: int = 0) -> Tensor:
     with rule("cls(**options)"):
         start: RotationStart = cls(**options)
     check_members(start, RotationStart)
-    with rule(f"cls(**options)({SHAPES[name]}, name={name!r}, seed=0)"):
-        return start(SHAPES[name], name=name, seed=0)
+    with rule(f"cls(**options)({SHAPES[name]}, name={name!r}, seed={seed})"):
+        return start(SHAPES[name], name=name, seed=seed)

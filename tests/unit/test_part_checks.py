@@ -61,7 +61,7 @@ class Kind:
 
 @pytest.mark.parametrize("kind", ["hadamard", "random", "identity"])
 def test_our_starts_pass(kind: str) -> None:
-    check_start(Kind, kind=kind)
+    check_start(Kind, kind=kind, ignores_seed=kind == "identity")
 
 
 class Builtin:
@@ -236,6 +236,29 @@ class Remembering(Ours):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
+class Rounding(Ours):
+    """Projects in float32, whatever it is given."""
+
+    @torch.no_grad()
+    def project(self) -> None:
+        super().project()
+        for rotation in self.rotations:
+            rotation.copy_(rotation.float())
+
+
+class Narrowing(Ours):
+    """Has its momentum in float32, which a rotation of float64 does not go with."""
+
+    def initial_state(self, rotation: Tensor) -> dict[str, Any]:
+        state = super().initial_state(rotation)
+        return {key: value.float() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+class Stateless(Ours):
+    def initial_state(self, rotation: Tensor) -> dict[str, Any]:
+        raise KeyError("momentum")
+
+
 class Failing(Ours):
     def step(self, closure: Any = None) -> Any:
         raise RuntimeError("no kernel\nfor this")
@@ -258,6 +281,9 @@ OPTIMIZERS: dict[Any, str] = {
     Fixed: "step: moves a rotation although param_groups say lr=0",
     Switching: "step: moves as far at half the lr of param_groups",
     Remembering: "zero_grad: leaves a gradient that is not zero",
+    Rounding: "project: leaves a matrix ",
+    Stateless: "initial_state: raised KeyError: ",
+    Narrowing: "step: raised RuntimeError: ",
     Failing: "step: raised RuntimeError: no kernel for this",
     torch.optim.SGD: "project: is missing, and rotexp.optim.protocol.ManifoldOptimizer asks for it",
 }
@@ -504,6 +530,10 @@ STARTS: dict[str, tuple[Any, str]] = {
         starting(lambda shape: torch.linalg.qr(torch.randn(shape))[0]),
         "cls(**options)((64, 64), …): draws o",
     ),
+    "unseeded": (
+        starting(lambda shape: torch.eye(shape[-1]).flip(-1).expand(shape)),
+        "cls(**options)(…): draws the same for every seed",
+    ),
     "none": (lambda: None, "__call__: is missing, and rotexp.rotation.start.RotationStart asks for it"),
     "raising": (starting(lambda shape: shape[7]), "cls(**options)((64, 64), name='R1', seed=0): raised IndexError: "),
 }
@@ -513,6 +543,11 @@ STARTS: dict[str, tuple[Any, str]] = {
 def test_each_rule_of_a_start_is_checked(name: str) -> None:
     cls, line = STARTS[name]
     assert broken(lambda: check_start(cls)).startswith(line)
+
+
+def test_a_start_that_is_said_to_ignore_the_seed_must() -> None:
+    line = broken(lambda: check_start(Kind, kind="random", ignores_seed=True))
+    assert line.startswith("cls(**options)(…): draws others for another seed")
 
 
 COUNT = iter(range(100))
