@@ -14,6 +14,7 @@ from rotexp.config.targets import members
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.quantizer import Quantizer
 from rotexp.testing.quantizer_case import COUNT, QuantizerCase, require
+from rotexp.testing.rules import rule
 
 DTYPES = (torch.float32, torch.float64)
 """Those in which a format computes; values of narrower ones reach it as float32."""
@@ -29,23 +30,15 @@ def check_quantizer(cls: Callable[..., Quantizer], **options: Any) -> None:
     Raises:
         AssertionError: a sentence that says what is violated.
     """
-    quantizer = cls(**options)
     name = getattr(cls, "__name__", str(cls))
+    with rule(f"{name}: cls(**options)"):
+        quantizer = cls(**options)
     missing = [member for member in members(Quantizer) if not hasattr(quantizer, member)]
     require(not missing, name, f"lacks {', '.join(missing)}; derive it from rotexp.quant.quantizer.Quantizer")
     for check in _CHECKS:
         for dtype in DTYPES:
-            _try(check, QuantizerCase(name, quantizer, dtype))
-
-
-def _try(check: Callable[[QuantizerCase], None], case: QuantizerCase) -> None:
-    try:
-        check(case)
-    except AssertionError:
-        raise
-    except Exception as error:
-        rule = check.__name__.strip("_").replace("_", " ")
-        raise AssertionError(f"{case.name}: raises {error!r} for {case.dtype} (rule: {rule})") from error
+            with rule(f"{name}: {check.__name__.strip('_').replace('_', ' ')}, {dtype}"):
+                check(QuantizerCase(name, quantizer, dtype))
 
 
 def _shapes_and_dtypes(case: QuantizerCase) -> None:
@@ -171,10 +164,8 @@ def _gradients(case: QuantizerCase) -> None:
 def _copies(case: QuantizerCase) -> None:
     groups = case.groups()
     for how, copied in (("copied", copy.deepcopy), ("pickled", _pickled)):
-        try:
+        with rule(f"{case.name}: cannot be {how}"):
             values = copied(case.fake)(groups)
-        except Exception as error:
-            raise AssertionError(f"{case.name}: cannot be {how} ({error})") from error
         case.require(torch.equal(values, case.fake(groups)), f"once {how}, it gives other values")
 
 
