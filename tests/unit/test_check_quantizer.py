@@ -290,5 +290,5 @@ def test_options_are_given_to_the_class() -> None:
 
 def test_members_that_an_object_lacks_are_found() -> None:
     check_quantizer(Ternary)
-    with pytest.raises(AssertionError, match="object: lacks code_range, group_size, .*decode; derive it from"):
+    with pytest.raises(AssertionError, match=r"object: lacks code_range, group_size, .*decode; derive it from"):
         check_quantizer(object)
