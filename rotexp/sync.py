@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
+from rotexp.process.saying import tell
 from rotexp.upload import main as upload
 
 
 def main() -> int:
     """Upload what the command line names, and return the exit code."""
-    sys.stderr.write("rotexp: rotexp.sync is now called rotexp.upload\n")
+    tell("rotexp.sync is now called rotexp.upload")
     return upload()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
@@ -14,6 +13,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from rotexp.process.outer import adopt
+from rotexp.process.saying import tell
 from rotexp.sweep.planner import Planner, returned, sweep_of
 
 
@@ -71,6 +71,6 @@ class RecordingSweeper(BasicSweeper):
             if planned.right:
                 launcher.launch(planned.right, initial_job_idx=first)
         except Exception as error:  # whatever a scheduler raises when it refuses, or a job of it fails
-            sys.stderr.write(f"rotexp: the scheduler: {type(error).__name__}: {' '.join(str(error).split())}\n")
+            tell(f"the scheduler: {type(error).__name__}: {error}")
         finally:
             self.planner.read(planned)

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -24,23 +24,15 @@ from rotexp.config.composition import to_config
 from rotexp.config.schema import Config
 from rotexp.face.configs import checked, composed, path_of, setting
 from rotexp.face.result import RunResult
+from rotexp.launch.beside import end, start
 from rotexp.process.exit_codes import DONE, INTERRUPTED, WRONG_REQUEST
 from rotexp.process.outer import adopt
+from rotexp.process.saying import told
 from rotexp.runfolder.layout import RANK_LOGS
 from rotexp.runfolder.records import readable_summary
-from rotexp.sweep.child import runnable
-
-ENTRY = (
-    "from signal import SIGTERM; from rotexp.process.signals import end_with_parent; end_with_parent(SIGTERM); "
-    "from rotexp.train import main; main()"
-)
-"""What the process of a run does: as the command, but it saves and ends when this process has died."""
 
 TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 """Variables by which Jupyter's kernels, among others, say that what they show is as good as a terminal."""
-
-SAID = "rotexp: "
-"""How the command begins a line that says what was wrong."""
 
 END = re.compile(r"the run (failed|oom|interrupted): (.*) \(see .*\)")
 """How it says that a run ended otherwise than well."""
@@ -84,9 +76,7 @@ def run(request: Config | Sequence[str] = (), *, folder: str | Path | None = Non
     config, chosen = _resolved(request, folder)
     _refuse_ranks(config)
     with TemporaryDirectory(prefix="rotexp-") as configs:
-        (Path(configs) / "run.yaml").write_text(runnable(config, chosen), encoding="utf-8")
-        granted = [f"plugins=[{','.join(config.plugins)}]"] if config.plugins else []  # typed, since no file grants
-        code, said = _carry_out(["--config-dir", configs, "--config-name", "run.yaml", *granted])
+        code, said = _carry_out(config, chosen, Path(configs))
     return RunResult(chosen, plugins=config.plugins) if code == DONE else _fail(chosen, code, said)
 
 
@@ -116,15 +106,16 @@ def _refuse_ranks(config: Config) -> None:
         raise ValueError(f"launch.nnodes={nodes}: must be 1 from Python; start python -m rotexp.train on each node")
 
 
-def _carry_out(arguments: list[str]) -> tuple[int, list[str]]:
+def _carry_out(config: Config, folder: Path, configs: Path) -> tuple[int, list[str]]:
     """Run the command to its end; return its exit code, and the lines by which it said what was wrong."""
     shown = sys.stdout is sys.__stdout__  # in a terminal, with progress bars
-    sys.stdout.flush()
+    stdout = None if shown else subprocess.PIPE
     said: list[str] = []
-    started: list[subprocess.Popen[str]] = []
+    started: list[subprocess.Popen[bytes]] = []
     passing: list[Thread] = []
     try:
-        started.append(_start(arguments, shown=shown))
+        variables = _variables(shown=shown)
+        started.append(start(config, folder, configs, name="run", variables=variables, stdout=stdout))
         passing += _passing(started[0], said)
         started[0].wait()
     except KeyboardInterrupt:
@@ -138,24 +129,9 @@ def _carry_out(arguments: list[str]) -> tuple[int, list[str]]:
     return started[0].returncode, said
 
 
-def _start(arguments: list[str], *, shown: bool) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", ENTRY, *arguments],  # -P: the working folder counts where it does in this process
-        env=_variables(shown=shown),
-        stdin=subprocess.DEVNULL,
-        stdout=None if shown else subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # a terminal's Ctrl-C comes to this process, which passes it on once
-    )
-
-
-def _end(process: subprocess.Popen[str], passing: Sequence[Thread]) -> None:
+def _end(process: subprocess.Popen[bytes], passing: Sequence[Thread]) -> None:
     """Leave nothing of a process: none that it started, no thread, no pipe."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    end(process)
     for thread in passing:
         thread.join()
     for pipe in (process.stdout, process.stderr):
@@ -163,7 +139,7 @@ def _end(process: subprocess.Popen[str], passing: Sequence[Thread]) -> None:
             pipe.close()
 
 
-def _passing(process: subprocess.Popen[str], said: list[str]) -> Iterator[Thread]:
+def _passing(process: subprocess.Popen[bytes], said: list[str]) -> Iterator[Thread]:
     """Yield threads, each as soon as it runs, that pass on what a process writes and keep what it says was wrong."""
     for source, sink, kept in ((process.stderr, sys.stderr, said), (process.stdout, sys.stdout, [])):
         if source is not None:
@@ -173,17 +149,16 @@ def _passing(process: subprocess.Popen[str], said: list[str]) -> Iterator[Thread
 
 
 def _variables(*, shown: bool) -> dict[str, str]:
-    """Return the environment of the run: this process's, its module path, and in a notebook no cursor movements."""
-    here = {name: value for name, value in os.environ.items() if shown or name not in TERMINAL}
-    return here | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    """Return the environment of the run: this process's, and in a notebook no cursor movements."""
+    return {name: value for name, value in os.environ.items() if shown or name not in TERMINAL}
 
 
-def _pass_on(source: IO[str], sink: TextIO, said: list[str]) -> None:
+def _pass_on(source: IO[bytes], sink: TextIO, said: list[str]) -> None:
     """Write lines on as they come, and keep those that say what was wrong, for an exception."""
-    with source:
-        for line in source:
-            if line.startswith(SAID):
-                said.append(line.removeprefix(SAID).strip())
+    with TextIOWrapper(source, errors="replace") as lines:
+        for line in lines:
+            if (reason := told(line)) is not None:
+                said.append(reason)
             sink.write(line)
             sink.flush()
 
@@ -197,7 +172,7 @@ def _fail(folder: Path, code: int, said: list[str]) -> NoReturn:
     summary = {} if code < 0 else readable_summary(folder)  # a killed process has recorded nothing
     if summary.get("status") in ("failed", "oom", "interrupted"):
         raise RunError(folder, summary["status"], str(summary["error"]))
-    if end := END.fullmatch(said[0] if said else ""):  # the summary could not be written: the disk was full, say
-        raise RunError(folder, end[1], "; ".join([end[2], *said[1:]]))
-    ended = f"signal {-code} ended its process" if code < 0 else f"its process ended with exit code {code}"
-    raise RunError(folder, "failed", "; ".join(said) or ended)
+    if ended := END.fullmatch(said[0] if said else ""):  # the summary could not be written: the disk was full, say
+        raise RunError(folder, ended[1], "; ".join([ended[2], *said[1:]]))
+    how = f"signal {-code} ended its process" if code < 0 else f"its process ended with exit code {code}"
+    raise RunError(folder, "failed", "; ".join(said) or how)

@@ -29,6 +29,7 @@ from rotexp.experiment.options import EvaluateConfig, ExportConfig
 from rotexp.files.reading import UnreadableError, read_yaml
 from rotexp.process.exit_codes import DONE, INTERRUPTED, SIGNALLED, WRONG_REQUEST, leave_at_once
 from rotexp.process.outer import adopt, is_first
+from rotexp.process.saying import tell
 from rotexp.process.signals import interruptible
 from rotexp.sweep.planner import register_planning, swept_keys
 from rotexp.sweep.scheduled import ask_for_requeue, optimized_metric
@@ -76,13 +77,13 @@ class Command:
     def refuse(self, reason: str) -> None:
         """Say in one line what was wrong with the request."""
         if is_first():
-            sys.stderr.write(f"rotexp: {' '.join(reason.split())}\n")
+            tell(reason)
         self.codes.append(WRONG_REQUEST)
 
     def interrupt(self, interruption: KeyboardInterrupt, *, state: str = "nothing was started") -> None:
         """Say that a signal came, and what that left."""
         if is_first():
-            sys.stderr.write(f"rotexp: {interruption or 'interrupted'}; {state}\n")
+            tell(f"{interruption or 'interrupted'}; {state}")
         self.codes.append(getattr(interruption, "exit_code", INTERRUPTED))
 
 

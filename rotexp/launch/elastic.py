@@ -31,6 +31,7 @@ from rotexp.launch.rank import run_rank
 from rotexp.launch.stopping import RankSignals, listen_as_rank
 from rotexp.process.exit_codes import DONE, FAILED, INTERRUPTED, TERMINATED, WRONG_REQUEST, leave_at_once
 from rotexp.process.outer import adopt, is_first
+from rotexp.process.saying import tell
 from rotexp.process.signals import SAVING, Interrupted, StopRequest, end_with_parent, interruptible
 from rotexp.runfolder.records import readable_summary
 
@@ -90,7 +91,7 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
         if status == "running":
             record_end(folder, "interrupted", str(interruption))
         elif status is None:  # rank 0 is elsewhere
-            sys.stderr.write(f"rotexp: {interruption}\n")
+            tell(interruption)
 
     with _settings(config, nproc=nproc) as (settings, aside):
         signals = RankSignals(config, folder, aside, num_ranks=nproc, stop=StopRequest(), before_kill=record)
@@ -101,24 +102,24 @@ def run_node(config: Config, inputs: Inputs, folder: Path, *, nproc: int, run: C
             rank, failure = error.get_first_failure()
             if signals.came:
                 if signals.early:
-                    sys.stderr.write(f"rotexp: {Interrupted(signals.came[0])}; nothing was started\n")
+                    tell(f"{Interrupted(signals.came[0])}; nothing was started")
                 return Interrupted(signals.came[0]).exit_code
             if failure.exitcode < 0:  # it could not say so itself
                 message = f"rank {rank}: {failure.message}"
                 if readable_summary(folder).get("status") == "running":
                     record_end(folder, "failed", message)
                 else:
-                    sys.stderr.write(f"rotexp: {message}\n")
+                    tell(message)
             return failure.exitcode if failure.exitcode in (WRONG_REQUEST, INTERRUPTED, TERMINATED) else FAILED
         except RendezvousError as error:
             where = f"launch.rdzv_endpoint={config.launch.rdzv_endpoint}"
             remedy = f"start the command on {config.launch.nnodes} nodes that reach it"
-            sys.stderr.write(f"rotexp: {where}: the nodes did not meet there ({error}); {remedy}\n")
+            tell(f"{where}: the nodes did not meet there ({error}); {remedy}")
             return FAILED
         except SignalException as error:
             return Interrupted(error.sigval).exit_code
         except Interrupted as interruption:
-            sys.stderr.write(f"rotexp: {interruption}; nothing was started\n")
+            tell(f"{interruption}; nothing was started")
             return interruption.exit_code
     return DONE
 
@@ -187,7 +188,7 @@ def _run_as_part(run: Callable[..., int], config: Config, inputs: Inputs, folder
     except ValueError as error:
         code = WRONG_REQUEST
         if is_first():
-            sys.stderr.write(f"rotexp: {' '.join(str(error).split())}\n")
+            tell(error)
     if code:
         leave_at_once(code)
     _leave_done()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rotexp.errors.library import is_out_of_memory
 from rotexp.files.folders import write_atomically
 from rotexp.process.exit_codes import DONE, FAILED, leave_at_once
 from rotexp.process.outer import is_first
+from rotexp.process.saying import tell
 from rotexp.process.signals import Interrupted, StopRequest
 from rotexp.runfolder.checkpoint_folders import find_checkpoint
 from rotexp.runfolder.layout import CONFIG_FILE, RANK_LOGS
@@ -57,13 +57,13 @@ def record_end(folder: Path, status: str, message: str) -> None:
     A full disk must not hide the first error.
     """
     shown = folder if Path.cwd() == folder else os.path.relpath(folder)  # hydra.job.chdir=true
-    sys.stderr.write(f"rotexp: the run {status}: {message} (see {shown}/{RANK_LOGS})\n")
+    tell(f"the run {status}: {message} (see {shown}/{RANK_LOGS})")
     try:
         summary = readable_summary(folder)
         if summary.get("status", "running") == "running":
             write_summary(folder, {**summary, "status": status, "error": message})
     except OSError as disk:
-        sys.stderr.write(f"rotexp: hydra.run.dir={folder}: cannot be written ({disk}); free space or choose another\n")
+        tell(f"hydra.run.dir={folder}: cannot be written ({disk}); free space or choose another")
 
 
 def out_of_time(came: Sequence[int], config: Config, folder: Path | None) -> Interrupted:
@@ -94,7 +94,7 @@ class LastResort:
             return
         interruption = out_of_time(came, self._config, self.folder)
         if self.folder is None:
-            sys.stderr.write(f"rotexp: {interruption}\n")
+            tell(interruption)
         else:
             record_end(self.folder, "interrupted", str(interruption))
         leave_at_once(interruption.exit_code)

@@ -7,6 +7,7 @@ import sys
 from typing import NoReturn
 
 from rotexp.process.exit_codes import WRONG_REQUEST
+from rotexp.process.saying import tell
 
 
 class Arguments(argparse.ArgumentParser):
@@ -24,7 +25,7 @@ class Arguments(argparse.ArgumentParser):
 
 def refuse(reason: object) -> int:
     """Say in one line what was wrong with the request, and return the exit code."""
-    sys.stderr.write(f"rotexp: {' '.join(str(reason).split())}\n")
+    tell(reason)
     return WRONG_REQUEST
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 from rotexp.errors.library import is_out_of_memory
 from rotexp.process.exit_codes import DONE, FAILED
+from rotexp.process.saying import tell
 from rotexp.process.signals import Interrupted, interruptible
 
 
@@ -36,4 +36,4 @@ def carry_out(job: Callable[[], None], *, name: str, left: Callable[[], str]) ->
 
 def _complain(name: str, error: BaseException, left: str) -> None:
     reason = " ".join(str(error).split()) or type(error).__name__
-    sys.stderr.write(f"rotexp: the {name} failed: {reason}; {left}\n")
+    tell(f"the {name} failed: {reason}; {left}")

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from rotexp.config.composition import resolved_yaml
 from rotexp.config.schema import Config
-from rotexp.process.signals import end_with_parent
+from rotexp.launch.beside import end, start
+from rotexp.process.saying import told
 from rotexp.runfolder.layout import JOB_LOG_FILE, SUMMARY_FILE
 from rotexp.sweep.outcome import Ending, Job
 
@@ -42,21 +39,8 @@ class Child:
         if log:
             job.folder.mkdir(parents=True, exist_ok=True)
             self._log = (job.folder / JOB_LOG_FILE).open("ab")
-        (configs / f"{job.name}.yaml").write_text(runnable(config, job.folder), encoding="utf-8")
-        sys.stdout.flush()
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "rotexp.train"),
-                *("--config-dir", str(configs), "--config-name", f"{job.name}.yaml"),
-                *([f"plugins=[{','.join(config.plugins)}]"] if config.plugins else []),
-            ],
-            env=os.environ | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C comes to the sweep, which passes it on once
-            preexec_fn=lambda: end_with_parent(signal.SIGTERM),  # noqa: PLW1509 (no threads here); it may then save
-        )
+        environment = os.environ | variables
+        self.process = start(config, job.folder, configs, name=job.name, variables=environment, stdout=self._log)
         assert self.process.stderr is not None
         os.set_blocking(self.process.stderr.fileno(), False)
 
@@ -81,9 +65,7 @@ class Child:
 
     def kill(self) -> None:
         """End the job and every process of it that is left, at once."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        end(self.process)
 
     def close(self) -> None:
         """Leave nothing of the job behind but its folder."""
@@ -99,7 +81,7 @@ class Child:
         if code is None:
             return None
         self.listen(seconds=0)
-        said = [line.removeprefix("rotexp: ") for line in self._said.splitlines() if line.startswith("rotexp: ")]
+        said = [line for line in map(told, self._said.splitlines()) if line is not None]
         return Ending(
             code=code,
             seconds=time.monotonic() - self._began,
@@ -107,12 +89,6 @@ class Child:
             written=_changed(self.job.folder / SUMMARY_FILE) != self._summary_before,
             out_of_memory=_kills_for_memory() > self._kills_before,
         )
-
-
-def runnable(config: Config, folder: Path) -> str:
-    """Return the YAML from which the main command runs a job in its folder."""
-    escaped = json.dumps(str(folder.resolve())).replace("${", "\\\\${")
-    return f"{resolved_yaml(config)}hydra:\n  run:\n    dir: {escaped}\n"
 
 
 def _changed(file: Path) -> int:

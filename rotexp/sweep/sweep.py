@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rotexp.files.folders import claimed, make_folder, write_atomically
+from rotexp.process.saying import tell
 from rotexp.process.signals import SAVING, Interrupted
 from rotexp.runfolder.layout import JOB_LOG_FILE, JOBS_FILE
 from rotexp.runfolder.records import finite
@@ -69,7 +70,7 @@ class Sweep:
     def refuse(self, name: str, axes: Mapping[str, str], reason: str) -> None:
         """Record a job that is wrong, and tell people."""
         line = " ".join(reason.split())
-        sys.stderr.write(f"rotexp: {line}\n")
+        tell(line)
         self.record(Outcome(name, axes, None, Status.refused, line))
 
     def read(self, jobs: Iterable[Job]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rotexp.files.reading import read_yaml
+from rotexp.process.saying import PREFIX, tell
 from rotexp.runfolder.layout import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, WANDB_FOLDER
 from rotexp.runfolder.records import read_metrics, read_summary, revived
 from rotexp.tracking.limits import check_tracker
@@ -36,7 +37,7 @@ def upload(places: Sequence[Path], *, rebuild: bool) -> int:
     run_id, anew = os.environ.get("WANDB_RUN_ID"), [run for run in runs if rebuild or not _has_wandb_run(run)]
     if run_id is not None and len(anew) > 1:
         raise ValueError(f"WANDB_RUN_ID={run_id}: would make one W&B run of the {len(anew)} to upload; unset it")
-    logging.basicConfig(level=logging.WARNING, format="rotexp: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format=f"{PREFIX}%(message)s")
     return max(_upload_run(run, rebuild=rebuild) for run in runs)
 
 
@@ -106,7 +107,7 @@ def _rebuild(folder: Path) -> str | None:
     try:
         run_id = replay(folder, mode=WandbMode.online)
     except ValueError as error:
-        sys.stderr.write(f"rotexp: {error}\n")
+        tell(error)
     if run_id is None:
         for left in _online_runs(folder) - before:
             shutil.rmtree(left, ignore_errors=True)

@@ -26,6 +26,7 @@ import rotexp
 from rotexp.config.composition import resolved_yaml
 from rotexp.config.plugins import granted_plugins
 from rotexp.config.schema import Config
+from rotexp.launch import beside
 from rotexp.models.tiny import FOLDER
 from rotexp.quant.spec import QuantSpec
 from rotexp.runfolder.layout import rank_log
@@ -246,7 +247,7 @@ def test_every_line_is_shown_as_it_comes_and_becomes_the_error(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(running, "ENTRY", PROCESS.format(code=code))
+    monkeypatch.setattr(beside, "ENTRY", PROCESS.format(code=code))
     with pytest.raises(kind) as failed:
         rotexp.run(["train.steps=1"], folder=tmp_path)
     assert str(failed.value).startswith(said)
@@ -257,24 +258,24 @@ def test_every_line_is_shown_as_it_comes_and_becomes_the_error(
 def test_a_module_in_the_working_folder_hides_none_of_python_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "secrets.py").write_text("raise SystemExit('the wrong one')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(running, "ENTRY", "import secrets, sys; sys.exit(len(secrets.token_bytes(7)))")
+    monkeypatch.setattr(beside, "ENTRY", "import secrets, sys; sys.exit(len(secrets.token_bytes(7)))")
     with pytest.raises(rotexp.RunError, match=r"its process ended with exit code 7"):
         rotexp.run(["train.steps=1"], folder=tmp_path / "run")
 
 
 def test_an_interrupt_while_it_starts_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[str]] = []
-    start = running._start
+    started: list[subprocess.Popen[bytes]] = []
+    start = running.start
 
-    def remembered(*given: Any, **options: Any) -> subprocess.Popen[str]:
+    def remembered(*given: Any, **options: Any) -> subprocess.Popen[bytes]:
         started.append(start(*given, **options))
         return started[0]
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(running, "ENTRY", "import time; time.sleep(600)")
-    monkeypatch.setattr(running, "_start", remembered)
+    monkeypatch.setattr(beside, "ENTRY", "import time; time.sleep(600)")
+    monkeypatch.setattr(running, "start", remembered)
     monkeypatch.setattr(running, "Thread", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rotexp.run(["train.steps=1"], folder=tmp_path)

@@ -24,6 +24,7 @@ from rotexp.config.composition import resolved_yaml
 from rotexp.config.schema import COMPONENTS, Config
 from rotexp.data.options import DataConfig, DataSource
 from rotexp.files.folders import claimed
+from rotexp.launch import beside
 from rotexp.models.options import ModelConfig, ModelSource
 from rotexp.process.signals import Interrupted
 from rotexp.quant.options import QuantConfig
@@ -43,8 +44,8 @@ PROGRAM = """
     from pathlib import Path
     import yaml
 
-    module, configs, name = sys.argv[2], sys.argv[4], sys.argv[6].removesuffix(".yaml")
-    assert (sys.argv[1], module) == ("-m", "rotexp.train")
+    entry, configs, name = sys.argv[3], sys.argv[5], sys.argv[7].removesuffix(".yaml")
+    assert (sys.argv[1:3], "rotexp.train" in entry) == (["-P", "-c"], True)
     config = yaml.safe_load((Path(configs) / f"{{name}}.yaml").read_text())
     folder = Path(config["hydra"]["run"]["dir"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +71,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         text = textwrap.dedent(PROGRAM).strip().format(python=sys.executable, body=textwrap.dedent(body).strip())
         file.write_text(text + "\n", encoding="utf-8")
         file.chmod(0o755)
-        monkeypatch.setattr(child.sys, "executable", str(file))
+        monkeypatch.setattr(beside.sys, "executable", str(file))
 
     return install
 
@@ -397,7 +398,7 @@ def test_processes_that_a_job_leaves_behind_are_ended(program: Callable[[str], N
 
 def test_a_jobs_configuration_is_the_resolved_one_and_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "a ${b} = {c}, d"
-    text = child.runnable(make_jobs(tmp_path, [3])[0].config, folder)
+    text = beside.runnable(make_jobs(tmp_path, [3])[0].config, folder)
     written = OmegaConf.create(text)
     assert (written.seed, written.train.steps) == (3, 80)
     assert written.hydra.run.dir == str(folder)
