@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from rotexp.errors.requirements import MISSING
@@ -41,13 +41,19 @@ class Pluggable:
 
     Attributes:
         options: the keyword arguments of the class that `_target_` names; those that the group knows stay in it, but
-            for what only some of rotexp's own parts take (`HANDED_ON`).
+            for what only some of rotexp's own parts take (`HANDED_ON`). The class gets those that its constructor
+            names too, where they are not the group's defaults or the constructor has none.
     """
 
     HANDED_ON: ClassVar[tuple[str, ...]] = ()
 
     _target_: str | None = None
     options: dict[str, Any] = field(default_factory=dict, hash=False)  # specs are keys of caches
+
+    @classmethod
+    def fields_of_group(cls) -> set[str]:
+        """Return the names of the group's own options, but for those that only one of rotexp's own parts takes."""
+        return {option.name for option in fields(cls)} - {"_target_", "options", *cls.HANDED_ON}
 
     @property
     def target(self) -> str | None:

@@ -29,7 +29,7 @@ from omegaconf.errors import (
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rotexp.config.composition import UnknownKeyError
-from rotexp.config.own_parts import as_text_has_it
+from rotexp.config.own_parts import as_text_has_it, is_pluggable
 from rotexp.config.plugins import KEY as PLUGINS
 from rotexp.config.schema import COMPONENTS, Config
 
@@ -39,6 +39,9 @@ REFUSALS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSErr
 KINDS = {IntegerNode: "a whole number", FloatNode: "a number", BooleanNode: "true or false", ListConfig: "a list"}
 """What a key takes, by the node that holds its value."""
 
+
+OF_PARTS = ("_target_", "options")
+"""Keys that describe a part of the user's own, and are no choices of a group's."""
 
 EXTRAS = {"submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray", "ray_aws": "ray", "optuna": "optuna"}
 """Launchers and sweepers of Hydra's plugins, and the extra that installs each."""
@@ -61,10 +64,11 @@ class Vocabulary:
         """The groups whose options have fields of their own, and the schema of each option."""
         return COMPONENTS if self.grouped else {}
 
-    @property
+    @cached_property
     def own_parts(self) -> tuple[str, ...]:
         """The keys of parts that may have options of any name."""
-        return (*self.components, "train.scheduler", "rotation.start") if self.grouped else ()
+        groups = {key for key, node in self.nodes.items() if is_pluggable(node)}
+        return (*self.components, "train.scheduler", "rotation.start", *groups) if self.grouped else ()
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
@@ -205,6 +209,7 @@ def _no_such_key(key: str, known: Vocabulary, *, override: str = "") -> str:
         return f"{shown}: the chosen {group} has no such key; choose {' or '.join(owners)}, or leave it out{added}"
     names = [name for name in known.nodes if not key.startswith(f"{name}.")]
     siblings = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == parent]
+    siblings = [name for name in siblings if name not in OF_PARTS]
     siblings += [] if parent else [group for group in known.groups if group not in siblings]
     allowed = f"{parent or 'the configuration'} has {', '.join(siblings)}" if siblings else "--cfg job shows them all"
     near = _nearest(key.partition("@")[0], names, first=[name for name in names if name.rpartition(".")[2] == last])
@@ -219,7 +224,7 @@ def _wrong_value(key: str, known: Vocabulary, *, shown: str, reason: str) -> str
 def _allowed(key: str, node: Node) -> str:
     """Say what a key takes, and what to do."""
     if isinstance(node, DictConfig):
-        names = [f"{key}.{name}" for name in map(str, node) if name not in ("_target_", "options")]
+        names = [f"{key}.{name}" for name in map(str, node) if name not in OF_PARTS]
         return f"set key by key; name one of {', '.join(names)}"
     if isinstance(node, EnumNode):
         choices: type[Enum] = node.enum_type

@@ -23,7 +23,7 @@ def writable(schema: Any) -> DictConfig:
     while pending:
         node = pending.pop()
         node._set_flag("readonly", None)
-        if issubclass(schema_of(node), Pluggable):
+        if is_pluggable(node):
             node._set_flag("struct", False)
         pending += _children(node)
     return config
@@ -39,6 +39,11 @@ def as_text_has_it(part: Any) -> DictConfig:
 def schema_of(node: DictConfig) -> type[Any]:
     """Return the dataclass that a node is based on, or `dict`."""
     return OmegaConf.get_type(node) or dict
+
+
+def is_pluggable(node: Any) -> bool:
+    """Return whether a node is a group that takes a part of the user's own, and so options of any name."""
+    return isinstance(node, DictConfig) and issubclass(schema_of(node), Pluggable)
 
 
 def field_names(schema: type[Any]) -> set[str]:

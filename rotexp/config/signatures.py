@@ -6,7 +6,7 @@ import difflib
 import inspect
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 KINDS: dict[Any, tuple[tuple[type[Any], ...], str]] = {
@@ -36,12 +36,25 @@ GIVEN_BY_NAME = {"train.scheduler": ("num_warmup_steps", "num_training_steps")}
 """The keyword arguments that rotexp itself gives to the class at a key, where its constructor names them."""
 
 
-def check_options(found: type[Any], options: Mapping[str, Any], *, key: str, target: str) -> None:
+TAKES_NAMES = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+"""Parameters that an option can be given for."""
+
+
+def takes(found: type[Any], option: str) -> bool:
+    """Return whether a class's constructor takes a keyword argument."""
+    parameters = inspect.signature(found).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD or (p.name == option and p.kind in TAKES_NAMES) for p in parameters)
+
+
+def check_options(
+    found: type[Any], options: Mapping[str, Any], *, key: str, target: str, known: Collection[str] = ()
+) -> None:
     """Refuse options that a class does not take, that are of another type than it says, or that are missing.
 
     Args:
         key: of the component, for messages.
         target: what the configuration calls the class.
+        known: options that the group has beside those of the class, for messages.
 
     Raises:
         ValueError: one is refused.
@@ -53,8 +66,10 @@ def check_options(found: type[Any], options: Mapping[str, Any], *, key: str, tar
     any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     for option in options:
         if option not in named and not any_name:
-            near = difflib.get_close_matches(option, named, n=1)
-            choices = f"choose one of {', '.join(named)}, or leave it out" if named else "it takes none; leave it out"
+            allowed = list(dict.fromkeys([*named, *sorted(known)]))
+            near = difflib.get_close_matches(option, allowed, n=1)
+            choices = f"choose one of {', '.join(allowed)}, or leave it out"
+            choices = choices if allowed else "it takes none; leave it out"
             raise ValueError(
                 f"{key}.{option}: is no option of {target}; {choices}{f' (nearest: {near[0]})' if near else ''}"
             )

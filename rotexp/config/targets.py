@@ -6,14 +6,16 @@ import ast
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rotexp.config.components import Component, Pluggable
 from rotexp.config.plugins import import_plugin, installed_plugins
-from rotexp.config.signatures import check_options
+from rotexp.config.schema import COMPONENTS
+from rotexp.config.signatures import GIVEN, TAKES_NAMES, check_options, takes
 from rotexp.errors.library import refused
 from rotexp.errors.requirements import require
 
@@ -33,7 +35,8 @@ OURS = {
 
 def build(component: Any, *arguments: Any) -> Any:
     """Call the class that a checked component's `_target_` names, with `arguments` and the component's options."""
-    return factory_of(component)(*arguments, **options_of(component))
+    factory = factory_of(component)
+    return factory(*arguments, **options_of(component, factory, given=len(arguments)))
 
 
 def factory_of(component: Any) -> Any:
@@ -80,12 +83,33 @@ def members(protocol: type[Any]) -> list[str]:
     return [name for name in names if name == "__call__" or not name.startswith("_")]
 
 
-def options_of(component: Any) -> dict[str, Any]:
-    """Return the keyword arguments that a component's class is called with."""
+def options_of(component: Any, factory: Any = None, *, given: int = 0) -> dict[str, Any]:
+    """Return the keyword arguments that a component's class is called with.
+
+    Args:
+        factory: the class, if it may be one of the user's own in the place of a group's.
+        given: how many positional arguments it is given beside them.
+    """
+    if isinstance(component, Pluggable) and inspect.isclass(factory):
+        return _handed_on(component, list(inspect.signature(factory).parameters.values())[given:]) | component.options
     if isinstance(component, (Component, Pluggable)):
         return dict(component.options)
     options = {option.name: getattr(component, option.name) for option in dataclasses.fields(component)}
     return {key: value for key, value in options.items() if key not in ("name", "_target_")}
+
+
+def _handed_on(component: Pluggable, parameters: Sequence[inspect.Parameter]) -> dict[str, Any]:
+    """Return the options of the group that a class names too, if they were set or the class needs them.
+
+    Else the class has its own default: the group's is that of rotexp's parts.
+    """
+    named = {parameter.name: parameter for parameter in parameters if parameter.kind in TAKES_NAMES}
+    usual, handed_on = type(component)(), dict[str, Any]()
+    for name in named.keys() & component.fields_of_group():
+        value = getattr(component, name)
+        if value != getattr(usual, name) or named[name].default is inspect.Parameter.empty:
+            handed_on[name] = value.name if isinstance(value, Enum) else value
+    return handed_on
 
 
 def components_of(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -119,7 +143,10 @@ def check_target(component: Any, *, key: str, plugins: Sequence[str] = ()) -> No
         own = inspect.isclass(found) and any(f"{found.__module__}.".startswith(f"{plugin}.") for plugin in granted)
         require(own, f"{key}._target_", target, f"a class that {' or '.join(granted)} itself defines", "name another")
         assert inspect.isclass(found)
-        check_options(found, options_of(component), key=key, target=target)
+        options = options_of(component, found, given=GIVEN.get(key, 0))
+        _check_described(component, found, options, key=key)
+        known = component.fields_of_group() if isinstance(component, Pluggable) else ()
+        check_options(found, options, key=key, target=target, known=known)
         return
     room, root = OURS.get(key), target.partition(".")[0]
     allowed = f"a class of {'a plug-in' if room is None else f'{room}, or of a plug-in'}"
@@ -129,6 +156,17 @@ def check_target(component: Any, *, key: str, plugins: Sequence[str] = ()) -> No
     require(inside, f"{key}._target_", target, allowed, "leave it as the option sets it")
     if isinstance(component, (Component, Pluggable)) and component.options:
         check_options(getattr(importlib.import_module(module), name), component.options, key=key, target=target)
+
+
+def _check_described(component: Any, found: type[Any], options: Mapping[str, Any], *, key: str) -> None:
+    """Refuse a class that was set alone, over the options of a part of rotexp's which it does not take."""
+    name = getattr(component, "name", None)
+    unknown = [option for option in options if not takes(found, option)]
+    if unknown and name in COMPONENTS.get(key, {}):
+        raise ValueError(
+            f"{key}._target_={component._target_}: takes no {unknown[0]}, an option of {key}={name} in whose place it "
+            f"was set; describe it in a file {key}/NAME.yaml, and choose it by --config-dir DIR {key}=NAME"
+        )
 
 
 @cache
