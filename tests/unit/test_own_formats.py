@@ -111,7 +111,9 @@ def test_mxfp4_agrees_with_brute_force(dtype: torch.dtype) -> None:
     x = groups_of(64).to(dtype)
     x[6, :32] = torch.arange(32, dtype=dtype) / 4 - 0.25  # scale 1, every tie and what saturates
     x[7, 0] = 2.0**20 - 0.0625  # its logarithm rounds to 20 in float32
+    x[8:24, :32] = normal(16, 32, seed=7).to(dtype) * 2.0 ** -torch.arange(116, 132)[:, None].to(dtype)  # to 2⁻¹²⁷
     found = FakeQuantizer(MXFP4_SPEC, MXFP4())(x)
+    assert (found[8:24] != 0).any(-1).all()
     np.testing.assert_array_equal(found.double().numpy(), mxfp4_in_float64(x))
     assert found[6, :32].max() == 6.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rotexp.quant.quantizer import Grid, Quantizer, even_grid
+from rotexp.quant.quantizer import Grid, Quantizer
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of E2M1; a code is the place of a number's magnitude here, with its sign."""
@@ -31,13 +31,15 @@ class MXFP4(Quantizer):
     def grid(self, groups: Tensor, clip: float | Tensor) -> Grid:  # noqa: ARG002
         """Return 2 to the floored binary logarithm of the largest magnitude, less E2M1's largest exponent.
 
-        A group of NaN or infinity has the scale NaN. In float32 a scale of 2⁻¹²⁷ is no normal number, and its group
-        becomes zeros.
+        A group of NaN or infinity has the scale NaN; one of zeros has any. Scales go down to 2⁻¹²⁷, a subnormal number
+        of float32, and so do values: where a device flushes those to zero, so does this format.
         """
         largest = groups.abs().amax(-1, keepdim=True)
         exponents = torch.frexp(largest).exponent - 1 - LARGEST_EXPONENT
         scale = torch.ldexp(torch.ones_like(largest), exponents.clamp(*SCALE_EXPONENTS))
-        return even_grid(scale.masked_fill_(~largest.isfinite(), torch.nan), self.code_range)
+        scale.masked_fill_(~largest.isfinite(), torch.nan)
+        lowest, highest = (torch.full_like(scale, code) for code in self.code_range)
+        return Grid(scale, lowest, highest)  # even_grid would take a subnormal scale for that of zeros
 
     def encode(self, groups: Tensor, grid: Grid, *, clips: bool) -> Tensor:  # noqa: ARG002
         """Round to nearest, ties to even, in steps of ½ below 2, of 1 below 4 and of 2 from there on."""
