@@ -247,11 +247,24 @@ class Rounding(Ours):
 
 
 class Narrowing(Ours):
-    """Has its momentum in float32, which a rotation of float64 does not go with."""
+    """Computes with matrices of float32, which one of float64 does not go with."""
 
-    def initial_state(self, rotation: Tensor) -> dict[str, Any]:
-        state = super().initial_state(rotation)
-        return {key: value.float() if isinstance(value, Tensor) else value for key, value in state.items()}
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for rotation in self.rotations:
+            if rotation.grad is not None:
+                rotation.copy_(torch.eye(rotation.shape[-1]) @ rotation)
+
+
+class Casting(Ours):
+    """Makes rotations float32."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for rotation in self.rotations:
+            rotation.grad = None
+            rotation.data = rotation.data.float()
 
 
 class Stateless(Ours):
@@ -283,6 +296,7 @@ OPTIMIZERS: dict[Any, str] = {
     Remembering: "zero_grad: leaves a gradient that is not zero",
     Rounding: "project: leaves a matrix ",
     Stateless: "initial_state: raised KeyError: ",
+    Casting: "step: leaves rotations of torch.float64 as torch.float32",
     Narrowing: "step: raised RuntimeError: ",
     Failing: "step: raised RuntimeError: no kernel for this",
     torch.optim.SGD: "project: is missing, and rotexp.optim.protocol.ManifoldOptimizer asks for it",
