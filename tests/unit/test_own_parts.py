@@ -29,6 +29,7 @@ from rotexp.optim.options import CayleySGDConfig
 from rotexp.rotation.start import drawing
 from rotexp.runfolder.finished_run import read_config
 from rotexp.training.parts import check_parts
+from rotexp.training.schedulers import scheduler_of
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "tests" / "parts"
@@ -142,6 +143,28 @@ def test_what_cannot_be_used_is_refused_in_one_line(overrides: list[str], line: 
     whole = overrides[0].startswith(("plugins", "experiment", "optimizer=heavy_ball"))
     given = overrides if whole else [THEIRS, "optimizer=heavy_ball", *overrides]
     assert line in refusal(*given)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "chosen", "shares"),
+    [
+        ("their_parts", "{_target_:their_parts.Trapezoid,decay:0.4}", [0.5, 1.0, 1.0, 1.0, 0.5]),
+        ("their_parts", "{_target_:their_parts.Stairs,step_size:2,gamma:0.5}", [1.0, 1.0, 0.5, 0.5, 0.25]),
+        ("torch", "{_target_:torch.optim.lr_scheduler.StepLR,step_size:2,gamma:0.5}", [1.0, 1.0, 0.5, 0.5, 0.25]),
+    ],
+)
+def test_a_scheduler_is_given_the_numbers_of_steps_by_name_where_it_takes_them(
+    plugin: str, chosen: str, shares: list[float]
+) -> None:
+    config = compose(f"plugins=[{plugin}]", f"train.scheduler={chosen}", "train.steps=5", "train.warmup_steps=1")
+    check_parts(config)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    scheduler, rates = scheduler_of(optimizer, config.train), []
+    for _ in shares:
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == shares
 
 
 @pytest.mark.parametrize("group", ["model", "ema", "adamw", "launch"])
