@@ -292,12 +292,12 @@ def change_summary(folder: Path, **values: object) -> None:
             ["run=RUN", "export.path=new", "export.max_shard_size=5"],
             "export.max_shard_size=5: must be a whole number of KB, MB, GB or TB; write 5GB or so",
         ),
-        (["run=RUN", "path=new"], "path=new: no such key; the configuration has run, export; correct it or leave it "),
+        (["run=RUN", "path=new"], "path=new: no such key; the configuration has run, plugins, export; correct it or leave it "),
         (
             ["run=RUN", "export.pth=new"],
             "export.pth=new: no such key; export has path, format, dtype, online, max_shard",
         ),
-        (["run=RUN", "model=tiny"], "model: no such key; the configuration has run, export; "),
+        (["run=RUN", "model=tiny"], "model: no such key; the configuration has run, plugins, export; "),
         (["run=RUN", "train.steps=3"], "train.steps=3: no such key; "),
         (["--nope"], "--nope: no such flag (--hydra-help lists them)"),
         (
@@ -343,7 +343,7 @@ def test_a_file_that_is_missing_is_named(name: str, broken: Path, refusal: Refus
         ("seed: [", "while parsing a flow node"),
         ("- seed", "it holds no mapping"),
         ("seed: ${oc.env:HOME}", "it holds an interpolation"),
-        ("seed: many", "optimizer.name=None: must be one of cayley_sgd"),
+        ("seed: many", "could not be converted to Integer"),
         ("optimizer: {name: cayley_sgd}\nobjective: {name: ce}\nseed: many", "Integer"),
         ("optimizer: {name: cayley_sgd}\nobjective: {name: ce}\nsteps: 3", "Key 'steps'"),
     ],
