@@ -292,7 +292,7 @@ def change_summary(folder: Path, **values: object) -> None:
             ["run=RUN", "export.path=new", "export.max_shard_size=5"],
             "export.max_shard_size=5: must be a whole number of KB, MB, GB or TB; write 5GB or so",
         ),
-        (["run=RUN", "path=new"], "path=new: no such key; the configuration has run, plugins, export; correct it or leave it "),
+        (["run=RUN", "path=new"], "path=new: no such key; the configuration has run, plugins, export; "),
         (
             ["run=RUN", "export.pth=new"],
             "export.pth=new: no such key; export has path, format, dtype, online, max_shard",
