@@ -26,6 +26,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     with rotexp.guarded(model, "universal") as guard:
+        num_groups = guard.num_groups
         for _step in range(STEPS):
             model(torch.randn(8, WIDTH)).square().mean().backward()
             optimizer.step()
@@ -34,7 +35,7 @@ def main() -> None:
     counts = guard.counts
     if dist.get_rank() == 0:
         seen = dict(counts.unshards)
-        print(f"{guard.num_groups} groups, {counts.num_unshards} unshards {seen}, {counts.barriers} waits")
+        print(f"{num_groups} groups, {counts.num_unshards} unshards {seen}, {counts.barriers} waits")
     assert counts.barriers == counts.num_unshards > 0
     dist.barrier()  # gloo aborts a rank whose peers leave earlier
     dist.destroy_process_group()
