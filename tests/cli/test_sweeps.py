@@ -96,7 +96,7 @@ def test_jobs_that_end_badly_leave_the_next_as_it_is_alone(
 ) -> None:
     fates = {
         "seed-1": ("raise RuntimeError('[injected]')", "[injected]"),
-        "seed-2": ("sys.exit(5)", "the process ended with exit code 5 before the run was done"),
+        "seed-2": ("os._exit(5)", "the process ended with exit code 5 before the run was done"),
         "seed-4": ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
     }
     folder = tmp_path / "sweep"

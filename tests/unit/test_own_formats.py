@@ -265,7 +265,7 @@ def test_options_of_integers_are_refused_beside_a_format(spec: dict[str, Any], m
             {"group_size": 32, "options": {"bits": 4}},
             "mxfp4.MXFP4: cannot be made of its options (TypeError: MXFP4() takes no arg",
         ),
-        ({"_target_": "types.MappingProxyType", "options": {"mapping": 3}}, "cannot be made of its options (TypeError"),
+        ({"_target_": "types.MappingProxyType", "options": {"mapping": 3}}, "cannot be made of its options ("),
         ({"_target_": "test_own_formats.Unfinished"}, "w._target_=test_own_formats.Unfinished: cannot be made of its"),
         ({"_target_": "pathlib.PurePath"}, "w._target_=pathlib.PurePath: has no code_range, which rotexp.quant."),
     ],
