@@ -35,7 +35,6 @@ GIVEN = {
 GIVEN_BY_NAME = {"train.scheduler": ("num_warmup_steps", "num_training_steps")}
 """The keyword arguments that rotexp itself gives to the class at a key, where its constructor names them."""
 
-
 TAKES_NAMES = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 """Parameters that an option can be given for."""
 
@@ -62,7 +61,7 @@ def check_options(
     given = GIVEN.get(key)
     parameters = list(inspect.signature(found).parameters.values())[given or 0 :]
     ours = GIVEN_BY_NAME.get(key, ())
-    named = {part.name: part for part in parameters if part.kind not in _VARIADIC and part.name not in ours}
+    named = {part.name: part for part in parameters if part.kind in TAKES_NAMES and part.name not in ours}
     any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     for option in options:
         if option not in named and not any_name:
@@ -83,9 +82,6 @@ def named_by(found: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return those keyword arguments that a class's constructor names."""
     names = inspect.signature(found).parameters
     return {name: value for name, value in arguments.items() if name in names}
-
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _check_types(found: type[Any], options: Mapping[str, Any], *, key: str) -> None:

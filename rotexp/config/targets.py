@@ -57,10 +57,7 @@ def made(component: Any, *arguments: Any, key: str, protocol: type[Any]) -> Any:
     where = f"{key}._target_={component._target_}"
     with refused(lambda reason: f"{where}: cannot be made of its options ({reason}); change them, or correct it"):
         part = build(component, *arguments)
-    for name in members(protocol):
-        if not hasattr(part, name):
-            asks = f"which {protocol.__module__}.{protocol.__name__} asks for"
-            raise ValueError(f"{where}: has no {name}, {asks}; add it")
+    _require_members(part, members(protocol), where=where, protocol=protocol)
     return part
 
 
@@ -70,11 +67,16 @@ def check_members(component: Any, *, key: str, protocol: type[Any]) -> None:
     Raises:
         ValueError: it does.
     """
-    found = factory_of(component)
-    for method in (name for name in members(protocol) if callable(getattr(protocol, name, None))):
-        if not hasattr(found, method):
+    methods = [name for name in members(protocol) if callable(getattr(protocol, name, None))]
+    where = f"{key}._target_={component._target_}"
+    _require_members(factory_of(component), methods, where=where, protocol=protocol)
+
+
+def _require_members(part: Any, names: Sequence[str], *, where: str, protocol: type[Any]) -> None:
+    for name in names:
+        if not hasattr(part, name):
             asks = f"which {protocol.__module__}.{protocol.__name__} asks for"
-            raise ValueError(f"{key}._target_={component._target_}: has no {method}, {asks}; add it")
+            raise ValueError(f"{where}: has no {name}, {asks}; add it")
 
 
 def members(protocol: type[Any]) -> list[str]:

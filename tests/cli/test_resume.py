@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -95,34 +93,15 @@ def checkpoints(folder: Path) -> list[str]:
 
 def wandb_history(folder: Path) -> list[tuple[str, int, float | None]]:
     """Return run id, step and loss of every row in the folder's offline W&B runs, in the order they were made."""
-    from wandb.proto import wandb_internal_pb2
+    from offline_wandb import recorded, row_of  # imports wandb
 
     rows = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        for data in payloads(file.read_bytes()):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
+        for record in recorded(file):
             if record.WhichOneof("record_type") == "history":
-                row = {
-                    item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
-                }
+                row = row_of(record.history)
                 rows.append((file.stem, row["_step"], row.get("train/loss")))
     return rows
-
-
-def payloads(data: bytes, *, block: int = 32768, header: int = 7) -> Iterator[bytes]:
-    """Yield the records of a log in LevelDB's format: chunks, each with its length and kind, none across two blocks."""
-    position, begun = header, b""
-    while position + header <= len(data):
-        if block - position % block < header:
-            position += block - position % block
-            continue
-        length, kind = struct.unpack_from("<HB", data, position + 4)
-        begun += data[position + header : position + header + length]
-        position += header + length
-        if kind in (1, 4):  # a whole record, or its last chunk
-            yield begun
-            begun = b""
 
 
 @pytest.fixture(scope="module")

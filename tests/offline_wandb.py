@@ -23,11 +23,21 @@ def whole(file: Path, *, seconds: float = 10.0) -> list[Record]:
     """Return a run's records once the last is written, which W&B may do a little after `finish` has returned."""
     until = time.monotonic() + seconds
     while True:
-        found = [Record.FromString(payload) for payload in payloads(file.read_bytes())]
+        found = recorded(file)
         if found and found[-1].WhichOneof("record_type") == "exit":
             return found
         assert time.monotonic() < until, f"{file} has no end"
         time.sleep(0.01)
+
+
+def recorded(file: Path) -> list[Record]:
+    """Return the records that a run's file holds so far."""
+    return [Record.FromString(payload) for payload in payloads(file.read_bytes())]
+
+
+def row_of(history: Any) -> dict[str, Any]:
+    """Return the values of a record of history by their keys, W&B's own among them."""
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in history.item}
 
 
 def payloads(data: bytes, *, block: int = 32768, header: int = 7) -> Iterator[bytes]:
@@ -52,7 +62,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
     """Return the rows in a folder's W&B runs, as `metrics.jsonl` would have them, ordered by keys."""
     rows = []
     for record in records(folder, "history"):
-        row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.item}
+        row = row_of(record)
         step = {"step": row.pop("_step")}
         rows.append(step | {key: row[key] for key in sorted(row) if not key.startswith("_")})
     return rows
