@@ -31,6 +31,7 @@ class DataConfig(Pluggable):
     """Text and how it is cut; lengths in tokens, batch in blocks over all ranks.
 
     Attributes:
+        name: what tables and W&B call the option that was chosen.
         source: which of rotexp's own (None: that of your own which `_target_` names).
         path, revision: of WikiText-2: the hub's repository or a folder, and its branch, tag or commit.
         calibration, evaluation: of your own texts: a file, a folder or a pattern such as `texts/*.txt`.

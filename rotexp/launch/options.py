@@ -21,6 +21,7 @@ class LaunchConfig:
     """Who starts the ranks, and how many.
 
     Attributes:
+        kind: who starts the ranks; `auto` starts them by torch elastic where there are several.
         nproc: ranks on this node.
         nnodes: nodes, on each of which the same command is started.
         rdzv_endpoint: HOST:PORT where several nodes meet, on one of them.

@@ -44,7 +44,13 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """How often, in steps, the costlier figures are taken: rotations' drift and replicas' divergence."""
+    """How often, in steps, the costlier figures are taken: rotations' drift and replicas' divergence.
+
+    Attributes:
+        rotation_every: steps between two measurements of the drift.
+        divergence_every: steps between two comparisons of the replicas.
+        on_divergence: what to do when replicas of a rotation differ.
+    """
 
     rotation_every: int = 10
     divergence_every: int = 10

@@ -31,6 +31,8 @@ class ModelConfig:
     """The model.
 
     Attributes:
+        name: what tables and W&B call the option that was chosen.
+        source: where structure and weights come from: the shipped model, a checkpoint, a GGUF file, or at random.
         path: a hub id, a folder, or one file of safetensors, torch tensors (config.json beside them) or GGUF.
         revision: a branch, tag or commit of the hub (None: its main branch); what a run resolves is the commit.
         size: the shape of a random model.

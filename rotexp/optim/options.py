@@ -118,7 +118,11 @@ def _require_integer(value: object, minimum: int, *, key: str, remedy: str) -> N
 
 @dataclass(frozen=True)
 class CayleySGDConfig(CayleySGDOptions):
-    """`optimizer=cayley_sgd`: the options of `rotexp.optim.cayley_sgd.CayleySGD`."""
+    """`optimizer=cayley_sgd`: the options of `rotexp.optim.cayley_sgd.CayleySGD`.
+
+    Attributes:
+        name: what tables and W&B call the option that was chosen.
+    """
 
     name: str = "cayley_sgd"
     _target_: str = "rotexp.optim.cayley_sgd.CayleySGD"

@@ -12,7 +12,9 @@ from rotexp.quant.spec import QuantSpec
 class QuantConfig:
     """What is quantized: decoder-layer weights, the inputs of those weights, keys and values.
 
-    Searched clip ratios are searched anew every `refresh_every` training steps.
+    Attributes:
+        name: what tables and W&B call the option that was chosen.
+        refresh_every: training steps after which clip ratios that are searched are searched anew.
     """
 
     name: str = MISSING

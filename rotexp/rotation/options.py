@@ -22,6 +22,7 @@ class RotationConfig:
     """Which rotations act, what they start from, whether they are trained.
 
     Attributes:
+        name: what tables and W&B call the option that was chosen.
         r1, r2, r3, r4: whether to place that rotation (None: where the model lets it exist, with a warning where not).
         block_size: order of the blocks of R1 and R4, for group and microscaling formats (None: one block).
         init: what R1 and R2 start from.

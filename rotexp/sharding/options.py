@@ -123,7 +123,12 @@ STATES = ("forward", "pre_backward", "post_backward", "idle")
 
 @dataclass(frozen=True)
 class SyncConfig:
-    """How unsharding is guarded; `states` are the training states in which `selective` waits."""
+    """How unsharding is guarded.
+
+    Attributes:
+        mode: which unshards wait before what consumes them.
+        states: the training states in which `selective` waits.
+    """
 
     mode: SyncMode = SyncMode.off
     states: list[str] = field(default_factory=lambda: ["forward", "pre_backward"])

@@ -114,6 +114,7 @@ class AdamWConfig:
     """The optimizer of everything trained that is no rotation; the names are those of `torch.optim.AdamW`.
 
     Attributes:
+        betas, eps, weight_decay: as in `torch.optim.AdamW`.
         lr: the learning rate of weights and norms.
         scales_lr: that of clip ratios (`train.params=rotations_and_scales`): each lies near 1 and moves by about its
             rate a step, so that a rate for weights would leave it where it is.
@@ -139,7 +140,11 @@ class AdamWConfig:
 
 @dataclass(frozen=True)
 class EMAConfig:
-    """An exponential moving average of everything trained; `decay` in (0, 1), None for none."""
+    """An exponential moving average of everything trained.
+
+    Attributes:
+        decay: how much of the average a step keeps, in (0, 1) (None: there is no average).
+    """
 
     decay: float | None = None
 
