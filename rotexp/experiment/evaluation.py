@@ -21,7 +21,7 @@ from rotexp.experiment.measurements import Measurements
 from rotexp.files.folders import write_atomically
 from rotexp.models.load import resolve_model, summarize_model
 from rotexp.models.materialize import materialize
-from rotexp.process.arguments import say
+from rotexp.process.saying import say
 from rotexp.rotation.building import build_for_run
 from rotexp.runfolder.finished_run import FinishedRun
 from rotexp.runfolder.records import finite

@@ -52,7 +52,7 @@ def to_request(composed: DictConfig) -> ExportConfig:
 
 def _export(run: FinishedRun, options: ExportOptions, target: Path) -> None:
     from rotexp.experiment.exporting import write_export  # what imports torch, once the request is right
-    from rotexp.process.arguments import say
+    from rotexp.process.saying import say
 
     write_export(run, options, target, say=say)
 

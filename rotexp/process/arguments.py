@@ -1,4 +1,4 @@
-"""The arguments of the small commands, of which wrong ones are answered by one line and exit code 2; what they say."""
+"""The arguments of the small commands: wrong ones are answered by one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -27,8 +27,3 @@ def refuse(reason: object) -> int:
     """Say in one line what was wrong with the request, and return the exit code."""
     tell(reason)
     return WRONG_REQUEST
-
-
-def say(line: str) -> None:
-    """Tell people something on standard output."""
-    sys.stdout.write(f"{line}\n")

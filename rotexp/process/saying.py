@@ -1,4 +1,4 @@
-"""What people are told on standard error, in lines that whoever started the process recognizes."""
+"""What people are told: what is wrong on standard error, in lines that whoever started the process recognizes."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def tell(reason: object) -> None:
 def told(line: str) -> str | None:
     """Return what a line of standard error tells; None if it is another's."""
     return line.removeprefix(PREFIX).strip() if line.startswith(PREFIX) else None
+
+
+def say(line: str) -> None:
+    """Tell people something on standard output."""
+    sys.stdout.write(f"{line}\n")
