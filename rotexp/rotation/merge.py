@@ -32,6 +32,8 @@ def merge(model: RotatedModel) -> None:
     Quantizers keep learned scales, which the network no longer registers. Under sharding one unit at a time is whole.
     """
     reshard(model.network)
+    if model.residual is not None:
+        model.merged_residual = model.residual.matrix.detach().clone()
     for unit in model.units:
         consumers = model.consumers(unit)
         with gathered(unit):

@@ -62,6 +62,7 @@ class RotatedModel:
         hooked: consumers that are no modules, with the names of the modules whose parameters are theirs.
         scales: learned scales of the weight quantizers, if they are trained.
         prepared: whether norms are folded and online transforms baked, without which nothing may be merged.
+        merged_residual: R1 as it went into the weights, whose basis the residual stream of the merged model has.
         proof: what the float model computed, once it is proved that the model as it now is computes it, too.
     """
 
@@ -78,6 +79,7 @@ class RotatedModel:
     hooked: list[RotatedInput | RotatedOutput] = field(default_factory=list)
     scales: QuantizerScales | None = None
     prepared: bool = False
+    merged_residual: Tensor | None = None
     proof: Trace | None = None
 
     @property

@@ -12,6 +12,7 @@ from flags import ROW, Case, cases
 
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.options import RotationConfig
+from rotexp.rotation.readout import measure
 
 EXACT = 1e-5
 PLACED: dict[str, RotationConfig] = {
@@ -68,7 +69,7 @@ CASES = [
 
 
 def outcome(source: Any, rotation: RotationConfig) -> tuple[float | None, list[str]]:
-    """Return the error of the rotated logits (None where the rotation is refused), and what was said."""
+    """Return the rotated logits' error, whole and in chunks (None: the rotation is refused), and what was said."""
     token_ids = make_token_ids()
     try:
         model = rotated(source, rotation)
@@ -76,7 +77,9 @@ def outcome(source: Any, rotation: RotationConfig) -> tuple[float | None, list[s
         return None, [str(error)]
     with torch.no_grad():
         original = source(token_ids, use_cache=False).logits
-    return relative_error(original, logits(model, token_ids)), model.warnings
+    with model.mode.set(rotate=True, quantize=False):
+        chunked, _ = measure(model, token_ids, lambda chunk, _rows: chunk[0])
+    return max(relative_error(original, found) for found in (logits(model, token_ids), chunked)), model.warnings
 
 
 def built(case: Case) -> tuple[Any, str]:

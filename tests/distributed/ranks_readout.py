@@ -1,0 +1,70 @@
+"""What the ranks of the read-out's tests do: read sharded models in chunks, and train by what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from families import VOCABULARY, logits, make_token_ids
+from ranks_families import load_sharded, make_source  # it finds the unit tests' families
+from torch import Tensor
+
+from rotexp.rotation import readout
+from rotexp.rotation.invariance import relative_error
+from rotexp.rotation.merge import merge, prepare
+from rotexp.rotation.readout import measure
+from rotexp.sharding.guard import UnshardGuard, install
+from rotexp.sharding.local_rows import reshard
+from rotexp.sharding.options import SyncConfig, SyncMode
+
+NAMES = ("qwen2", "gpt_neox", "gemma")
+"""A head that is tied until R1 parts it from the embedding; norms that subtract means; gains with an offset."""
+
+
+def itself(chunk: Sequence[Tensor], _rows: slice) -> Tensor:
+    return torch.cat(list(chunk), dim=-1)
+
+
+def compare(name: str, strategy: str) -> dict[str, Any]:
+    """Return how far chunked logits are from whole ones of the unsharded source, and how often each gathered."""
+    source, token_ids = make_source(name), make_token_ids()
+    original = source(token_ids, use_cache=False).logits
+    model, _ = load_sharded(source, strategy)
+    guard = install(model.network, SyncConfig(SyncMode.universal), name=f"{name} {strategy}")
+    assert guard is not None
+    errors: dict[str, list[float]] = {}
+    kept = []
+    for age, rotate in (("loaded", False), ("prepared", False), ("rotated", True), ("merged", True)):
+        if age == "prepared":
+            prepare(model)
+        if age == "merged":
+            kept = kept[:-1]
+            merge(model)
+        with model.mode.set(rotate=rotate, quantize=False):
+            found, states = measure(model, token_ids, itself, beside=kept)
+        errors[age] = [relative_error(original, each) for each in torch.split(found, VOCABULARY, dim=-1)]
+        kept.append(states)
+        if age == "rotated":
+            reshard(model.network)
+    return {"errors": errors, "unshards": _unshards(model, token_ids, guard)}
+
+
+def _unshards(model: Any, token_ids: Tensor, guard: UnshardGuard) -> tuple[int, int]:
+    """Return how many times a pass over whole logits gathers, and one over chunks."""
+    counts = []
+    for run in (lambda: logits(model, token_ids), lambda: measure(model, token_ids, itself)):
+        reshard(model.network)
+        before = guard.counts.num_unshards
+        run()
+        counts.append(guard.counts.num_unshards - before)
+    return counts[0], counts[1]
+
+
+def compare_all(strategies: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Compare every model under every strategy, one after another in one process group."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    readout.CHUNK_BYTES = 4 * VOCABULARY * 7
+    return {(name, strategy): compare(name, strategy) for strategy in strategies for name in NAMES}
