@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 import torch
 import torch.distributed as dist
 from families import VOCABULARY, logits, make_token_ids
-from ranks_families import load_sharded, make_source  # it finds the unit tests' families
+from ranks_families import load_sharded, make_source
 from torch import Tensor
 
 from rotexp.rotation import readout
