@@ -108,9 +108,10 @@ def _check_float_model(objective: Objective, model: RotatedModel, token_ids: Ten
 
     def keep(network: Any, given: Any, output: Any) -> None:  # noqa: ARG001 (a hook's)
         if not model.mode.quantize:
-            targets.append(output.logits)
-            if output.logits.requires_grad:
-                output.logits.retain_grad()
+            answers: Tensor = getattr(output, "logits", output)  # or what was read of them in chunks
+            targets.append(answers)
+            if answers.requires_grad:
+                answers.retain_grad()
 
     handle = model.network.register_forward_hook(keep)
     _loss(objective, model, token_ids, None).backward()  # type: ignore[no-untyped-call]

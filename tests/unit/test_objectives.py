@@ -1,19 +1,24 @@
 """Objectives equal a float64 oracle; what distills asks the teacher once, which gets no gradient."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rotexp.config.schema import COMPONENTS
 from rotexp.config.targets import build
+from rotexp.models.arch import LLAMA
 from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
+from rotexp.rotation.bank import RotationBank
 from rotexp.rotation.mode import Mode
+from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.options import RotationConfig
 from rotexp.training.objectives import CrossEntropy, KLDivergence, TopKKLDivergence
 
@@ -21,17 +26,47 @@ VOCABULARY = 17
 W4A4 = QuantConfig(weights=QuantSpec(4), activations=QuantSpec(4, symmetric=False))
 
 
-class Pair:
+class States(nn.Module):
+    """A decoder whose states are looked up."""
+
+    def __init__(self, states: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.states = states
+
+    def forward(self, token_ids: Tensor) -> Any:
+        return SimpleNamespace(last_hidden_state=self.states(token_ids))
+
+
+class Bigrams(nn.Module):
+    """A network whose states are the logits of the token that follows; its head passes them on."""
+
+    @torch.no_grad()
+    def __init__(self, states: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(model_type="bigrams")
+        self.model = States(states)
+        self.lm_head = nn.Linear(VOCABULARY, VOCABULARY, bias=False).requires_grad_(False)
+        self.lm_head.weight.copy_(torch.eye(VOCABULARY))
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, token_ids: Tensor, use_cache: bool) -> Any:
+        return SimpleNamespace(logits=self.lm_head(self.model(token_ids).last_hidden_state))
+
+
+class Pair(RotatedModel):
     """A bigram model whose float and quantized logits are two tables; both want gradients."""
 
     def __init__(self, *, spread: float = 2.0) -> None:
         generator = torch.Generator().manual_seed(0)
         tables = spread * torch.randn(2, VOCABULARY, VOCABULARY, generator=generator)
         self.teacher, self.student = (table.clone().requires_grad_() for table in tables)
-        self.mode = Mode(rotate=True, quantize=True)
         self.modes: list[tuple[bool, bool]] = []
+        mode = Mode(rotate=True, quantize=True)
+        super().__init__(Bigrams(self._states), replace(LLAMA, final_norm=None), RotationBank(), mode)
 
-    def logits(self, token_ids: Tensor) -> Tensor:
+    def _states(self, token_ids: Tensor) -> Tensor:
         self.modes.append((self.mode.rotate, self.mode.quantize))
         return (self.student if self.mode.quantize else self.teacher)[token_ids]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from rotexp.rotation.model import RotatedModel
+from rotexp.training.objectives.chunked import mean_loss
 from rotexp.training.objectives.protocol import Teacher
 
 
@@ -18,5 +19,28 @@ class CrossEntropy:
 
     def __call__(self, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher | None = None) -> Tensor:  # noqa: ARG002
         """Return the mean loss, a scalar, for token_ids: (batch, tokens)."""
-        logits = model.logits(token_ids)[:, :-1]
-        return F.cross_entropy(logits.flatten(0, 1).float(), token_ids[:, 1:].flatten())
+        following = token_ids.roll(-1, dims=1).flatten()
+        counted = torch.ones_like(token_ids, dtype=torch.bool)
+        counted[:, -1] = False
+        counted = counted.flatten()
+
+        def score(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+            return _cross_entropy(logits, following[rows], counted[rows])
+
+        return mean_loss(model, token_ids, lambda _readout: score, count=token_ids[:, 1:].numel())
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of −log softmax(z) at the targets, and softmax(z) less one there, in the memory of the logits.
+
+    Args:
+        logits: z, (rows, vocabulary), overwritten.
+        targets: (rows,).
+        counted: (rows,), False for rows that have no target.
+    """
+    logits -= logits.amax(-1, keepdim=True)
+    chosen = logits.gather(-1, targets[:, None])[:, 0]
+    sums = logits.exp_().sum(-1)
+    total = torch.where(counted, sums.log() - chosen, 0.0).sum()
+    logits /= torch.where(counted, sums, torch.inf)[:, None]
+    return total, logits.scatter_add_(-1, targets[:, None], -counted.to(logits.dtype)[:, None])

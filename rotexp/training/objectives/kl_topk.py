@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rotexp.rotation.model import RotatedModel
-from rotexp.training.objectives.kl_divergence import target_logits
+from rotexp.rotation.readout import Readout
+from rotexp.training.objectives.chunked import Score, mean_loss
+from rotexp.training.objectives.kl_divergence import ask, target_logits
 from rotexp.training.objectives.protocol import Teacher
 
 
@@ -26,10 +28,31 @@ class TopKKLDivergence:
 
     def __call__(self, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher | None = None) -> Tensor:
         """Return the mean divergence, a scalar, for token_ids: (batch, tokens)."""
-        target = F.softmax(target_logits(model, token_ids, teacher), dim=-1).flatten(0, 1)
-        likely, indices = target.topk(min(self.k, target.shape[-1]), dim=-1)
-        student = F.softmax(model.logits(token_ids).float(), dim=-1).flatten(0, 1).gather(-1, indices)
-        return F.kl_div(_with_rest(student).log(), _with_rest(likely), reduction="batchmean")
+        target = ask(model, token_ids) if teacher is None else teacher(token_ids).detach().flatten(0, 1)
+
+        def scoring(readout: Readout) -> Score:
+            targets = target_logits(target, readout)
+            return lambda logits, rows: _divergence(logits, targets(rows), k=self.k)
+
+        return mean_loss(model, token_ids, scoring, count=token_ids.numel())
+
+
+def _divergence(logits: Tensor, target: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
+    """Return the divergence over k tokens and the rest, and its gradient by the logits z.
+
+    With g the gradient by the k probabilities of q = softmax(z), it is q ∘ (g − Σ g q), g being 0 elsewhere.
+
+    Args:
+        logits, target: of q and p, (rows, vocabulary).
+    """
+    likely, indices = F.softmax(target, dim=-1).topk(min(k, target.shape[-1]), dim=-1)
+    q = F.softmax(logits, dim=-1)
+    with torch.enable_grad():
+        chosen = q.gather(-1, indices).requires_grad_()
+        total = F.kl_div(_with_rest(chosen).log(), _with_rest(likely), reduction="sum")
+        (slopes,) = torch.autograd.grad(total, chosen)
+    weighted = slopes * chosen.detach()
+    return total.detach(), q.mul_(-weighted.sum(-1, keepdim=True)).scatter_add_(-1, indices, weighted)
 
 
 def _with_rest(probabilities: Tensor) -> Tensor:
