@@ -55,7 +55,7 @@ def trace(model: RotatedModel, token_ids: Tensor, *, rotate: bool) -> Trace:
     mode = model.mode.set(rotate=rotate, quantize=False)
     with evaluating(model.network), mode, _layer_outputs(model) as outputs:
         logits: Tensor = model.network(token_ids, use_cache=False).logits.float()
-    residual = model.residual if rotate else None
+        residual = model.turned_residual
     outputs = [output if residual is None else residual.unrotate(output) for output in outputs]
     if model.rms_norms:
         outputs = [output - output.mean(-1, keepdim=True) for output in outputs]

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from rotexp.rotation.bank import Rotation
+
 UNPREPARED = "norms are not folded yet, so the rotated model would compute something else; prepare the model first"
 BROKEN = "the proof failed, so the model no longer computes what it did; load the model anew"
 
@@ -16,11 +18,21 @@ class Mode:
 
     Attributes:
         refusal: why the model may not be rotated, if it may not.
+        within: names of the rotations that, while inputs are quantized, act within the inputs' quantizers alone.
     """
 
     rotate: bool = False
     quantize: bool = False
     refusal: str | None = None
+    within: frozenset[str] = frozenset()
+
+    def turns(self, rotation: Rotation | None) -> bool:
+        """Return whether a rotation now turns what flows from its writers to its readers."""
+        return rotation is not None and self.rotate and not self.acts_within(rotation)
+
+    def acts_within(self, rotation: Rotation | None) -> bool:
+        """Return whether a rotation now acts within its readers' quantizers alone, all else being in its own basis."""
+        return rotation is not None and self.rotate and self.quantize and rotation.name in self.within
 
     @contextmanager
     def set(self, *, rotate: bool, quantize: bool) -> Iterator[None]:

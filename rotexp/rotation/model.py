@@ -121,6 +121,11 @@ class RotatedModel:
         """The rotation of the residual stream, if there is one."""
         return Rotation(self.bank, "R1") if "R1" in self.bank else None
 
+    @property
+    def turned_residual(self) -> Rotation | None:
+        """What the residual stream is rotated by as the mode now says; None where it is in the basis of its weights."""
+        return self.residual if self.mode.turns(self.residual) else None
+
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Map token_ids: (batch, tokens) to logits (batch, tokens, vocabulary), as the mode says."""
         logits: torch.Tensor = self.network(token_ids, use_cache=False).logits
