@@ -14,6 +14,7 @@ from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.quantizers import fake_quantizer
+from rotexp.rotation.within import quantize_within
 from rotexp.sharding.local_rows import local_rows
 
 
@@ -63,11 +64,14 @@ class RotatedExperts(nn.Module):
         Returns:
             (tokens, hidden).
         """
-        weight_side = self.mode.quantize and self.weight_quantizers["down_proj"].spec.enabled
-        rotation = self.residual if self.mode.rotate and not weight_side else None
-        x = self._quantize(hidden_states)
-        x = x if rotation is None else rotation.unrotate(x)
-        weights = self._quantized_weights() if weight_side else (self.gate_up_proj, self.down_proj)
+        quantized = self.mode.quantize and self.weight_quantizers["down_proj"].spec.enabled
+        rotation = self.residual if self.mode.turns(self.residual) and not quantized else None
+        if self.mode.acts_within(self.residual):
+            x = quantize_within(hidden_states, self.residual, self.input_quantizer)
+        else:
+            x = self._quantize(hidden_states)
+            x = x if rotation is None else rotation.unrotate(x)
+        weights = self._quantized_weights() if quantized else (self.gate_up_proj, self.down_proj)
         gate_up, down = (weight.unbind() for weight in weights)  # one gradient for all, not a whole one for each
         mixed = torch.zeros_like(hidden_states)
         for expert in torch.unique(top_k_index).tolist():

@@ -36,8 +36,8 @@ class RotatedOutput(_HookedRotation):
         module.register_forward_hook(self)
 
     def __call__(self, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        """Return the output (..., hidden), rotated if the mode says so."""
-        return self.rotation.rotate(output) if self.mode.rotate and self.rotation is not None else output
+        """Return the output (..., hidden), rotated while the rotation turns what flows."""
+        return self.rotation.rotate(output) if self.mode.turns(self.rotation) else output
 
     @property
     def sides(self) -> tuple[str, str]:
@@ -53,10 +53,8 @@ class RotatedInput(_HookedRotation):
         module.register_forward_pre_hook(self)
 
     def __call__(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the inputs, the first (..., hidden) rotated back if the mode says so."""
-        if not self.mode.rotate or self.rotation is None:
-            return inputs
-        return (self.rotation.unrotate(inputs[0]), *inputs[1:])
+        """Return the inputs, the first (..., hidden) rotated back while the rotation turns what flows."""
+        return (self.rotation.unrotate(inputs[0]), *inputs[1:]) if self.mode.turns(self.rotation) else inputs
 
     @property
     def sides(self) -> tuple[str, str]:

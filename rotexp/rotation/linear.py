@@ -11,11 +11,12 @@ from rotexp.orthogonal.hadamard import HadamardTransform
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation
+from rotexp.rotation.linear_shape import LinearShape
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.own_rows.weight import DividedWeight
 from rotexp.rotation.products import rotate_rows, rotate_weight, rotated_linear
 from rotexp.rotation.shared_input import SharedInput
-from rotexp.rotation.side import LinearShape, Side, Sides, cheapest_sides, weight_sides
+from rotexp.rotation.within import quantize_within
 from rotexp.sharding.local_rows import local_rows
 
 
@@ -23,8 +24,10 @@ class RotatedLinear(nn.Module):
     """A linear between two rotated bases, its weight and input fake-quantized.
 
     With input rotation R and output rotation L it computes `Q(x) Q(Lᵀ W R)ᵀ + Lᵀ b` from `weight` W (outputs, inputs)
-    and `bias` b; with an online Hadamard H, which takes R's place, `Q(x H) Q(Lᵀ W H)ᵀ + Lᵀ b`. Gradients reach the
-    bank, x and whatever else is trained.
+    and `bias` b; with an online Hadamard H, which takes R's place, `Q(x H) Q(Lᵀ W H)ᵀ + Lᵀ b`. An R that acts within
+    the quantizer (see `rotexp.rotation.within`) finds x unrotated: `Q(x R) Rᵀ Wᵀ`, and such an L leaves the output as
+    it is. Weights are rotated to be quantized, and activations elsewhere. Gradients reach the bank, x and whatever else
+    is trained.
 
     Attributes:
         input_rotation, output_rotation: None once merged, or where no rotation acts.
@@ -64,54 +67,54 @@ class RotatedLinear(nn.Module):
         self.reuse = False
         self._kept: Tensor | None = None
         self.shared = SharedInput() if shared is None else shared
-        self._reader = self.shared.join(self.shape())
+        self._reader = self.shared.join()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x: (..., inputs) to (..., outputs)."""
         if self.online is not None:
             x = self.online(x)
-        quantized = self.mode.quantize and self.weight_quantizer.spec.enabled
-        linears = self.shared.linears
-        sides = weight_sides(linears) if quantized else cheapest_sides(linears, tokens=_tokens(x))
+        quantized = self._quantizes_weight
         x = self.shared(
             x,
             reader=self._reader,
-            kind=(self.mode.quantize, self.mode.rotate, sides.input, self.input_quantizer.spec),
-            compute=lambda x: self._prepare(x, side=sides.input),
+            kind=(self.mode.quantize, self.mode.rotate, quantized, self.input_quantizer.spec),
+            compute=self._prepare,
         )
         if self.divided is not None and self.divided.quantized:
             return F.linear(x, self.weight, self._rotated_bias())
         if quantized and self.reuse:
             return F.linear(x, self._quantized_weight(), self._rotated_bias())
-        return self._multiply(x, sides)
+        if quantized:
+            return self._multiply_quantized(x)
+        y, after = F.linear(x, self.weight, self.bias), self.output_rotation
+        return _rotate_outputs(y, after, self.output_rows) if self.mode.turns(after) else y
 
-    def _prepare(self, x: Tensor, *, side: Side) -> Tensor:
-        """Quantize the input, and rotate it back if that is done on its side."""
+    @property
+    def _quantizes_weight(self) -> bool:
+        return self.mode.quantize and self.weight_quantizer.spec.enabled
+
+    def _prepare(self, x: Tensor) -> Tensor:
+        """Quantize the input, and rotate it back for a weight that is not rotated itself."""
+        if self.mode.acts_within(self.input_rotation):
+            return quantize_within(x, self.input_rotation, self.input_quantizer)
         x = self.input_quantizer(x) if self.mode.quantize else x
-        rotation = self.input_rotation if self.mode.rotate and side is Side.tokens else None
-        return x if rotation is None else rotation.unrotate(x)
+        if self._quantizes_weight or not self.mode.turns(self.input_rotation):
+            return x
+        return self.input_rotation.unrotate(x)
 
-    def _multiply(self, x: Tensor, sides: Sides) -> Tensor:
-        """Multiply by the weight, with what is rotated on its side inside."""
-        before = self.input_rotation if self.mode.rotate and sides.input is Side.weight else None
-        after = self.output_rotation if self.mode.rotate else None
-        inside = after if sides.outputs[self._reader] is Side.weight else None
-        if before is None and inside is None and not (self.mode.quantize and self.weight_quantizer.spec.enabled):
-            y = F.linear(x, self.weight, self.bias)
-        else:
-            y = rotated_linear(
-                x,
-                weight=self.weight,
-                bias=self.bias if inside is None else self._rotated_bias(),
-                quantizer=self.weight_quantizer if self.mode.quantize else _OFF,
-                input_rotation=_matrix(before),
-                output_rotation=_matrix(inside),
-                output_rows=self.output_rows,
-                keep_codes=self.keep_codes,
-            )
-        if after is None or inside is not None:
-            return y
-        return _rotate_outputs(y, after, self.output_rows)
+    def _multiply_quantized(self, x: Tensor) -> Tensor:
+        """Multiply by the rotated and quantized weight."""
+        rotate = self.mode.rotate
+        return rotated_linear(
+            x,
+            weight=self.weight,
+            bias=self._rotated_bias(),
+            quantizer=self.weight_quantizer,
+            input_rotation=_matrix(self.input_rotation) if rotate else None,
+            output_rotation=_matrix(self.output_rotation) if rotate else None,
+            output_rows=self.output_rows,
+            keep_codes=self.keep_codes,
+        )
 
     def shape(self) -> LinearShape:
         """Return the sizes of the weight and of its rotations."""
@@ -192,19 +195,8 @@ class RotatedLinear(nn.Module):
         self.input_rotation = self.output_rotation = None
 
 
-_OFF = FakeQuantizer(QuantSpec())
-
-
 def _matrix(rotation: Rotation | None) -> Tensor | None:
     return None if rotation is None else rotation.matrix
-
-
-def _tokens(x: Tensor) -> int:
-    """Count the tokens of one block of x: (batch, tokens, width), which do not depend on ranks and accumulation.
-
-    Where a model has flattened batch and tokens they cannot be told apart; one token then stands for any number.
-    """
-    return x.shape[-2] if x.ndim > 2 else 1
 
 
 def _rotate_outputs(y: Tensor, rotation: Rotation, rows: ValueRows | None) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rotexp.rotation.model import SCALES, Consumer, RotatedModel
-from rotexp.rotation.norms import fold_norms
+from rotexp.rotation.norms import fold_norms, trains_norms
 from rotexp.sharding.local_rows import gathered, reshard, write_rows
 
 
@@ -14,12 +14,16 @@ from rotexp.sharding.local_rows import gathered, reshard, write_rows
 def prepare(model: RotatedModel) -> None:
     """Fold norms if the residual stream is rotated, and put the counterparts of the online transforms into the weights.
 
+    Norms that are trained require gradients by now: they act on the rotated stream, which then has to be rotated.
+
     Raises:
         ValueError: a norm cannot be folded.
     """
     reshard(model.network)
     if model.residual is not None:
         fold_norms(model.network, model.spec)
+        if trains_norms(model.network, model.spec):
+            model.mode.within -= {model.residual.name}
     for module in model.rotated_modules:
         module.bake()
     model.prepared, model.mode.refusal = True, None

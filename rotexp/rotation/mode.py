@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from rotexp.rotation.bank import Rotation
 
@@ -26,12 +27,12 @@ class Mode:
     refusal: str | None = None
     within: frozenset[str] = frozenset()
 
-    def turns(self, rotation: Rotation | None) -> bool:
+    def turns(self, rotation: Rotation | None) -> TypeGuard[Rotation]:
         """Return whether a rotation now turns what flows from its writers to its readers."""
         return rotation is not None and self.rotate and not self.acts_within(rotation)
 
-    def acts_within(self, rotation: Rotation | None) -> bool:
-        """Return whether a rotation now acts within its readers' quantizers alone, all else being in its own basis."""
+    def acts_within(self, rotation: Rotation | None) -> TypeGuard[Rotation]:
+        """Return whether a rotation now acts within its readers' quantizers alone (see `rotexp.rotation.within`)."""
         return rotation is not None and self.rotate and self.quantize and rotation.name in self.within
 
     @contextmanager

@@ -147,6 +147,12 @@ def norm_readers(model: nn.Module, spec: ArchSpec) -> list[NormReaders]:
     return found
 
 
+def trains_norms(model: nn.Module, spec: ArchSpec) -> bool:
+    """Return whether a norm before a reader has parameters that require gradients."""
+    groups = norm_readers(model, spec)
+    return any(parameter.requires_grad for group in groups for parameter in group.norm.parameters(recurse=False))
+
+
 def norm_kinds(model: nn.Module, spec: ArchSpec) -> dict[str, NormKind]:
     """Return the kind of each norm before a reader, by name.
 

@@ -115,6 +115,7 @@ class _Placer:
             self._place_layer(layer, self._head(index), residual=residual)
         self._place_ends(residual)
         self._place_cache(layers)
+        self.placed.mode.within = self._within()
 
     def _own(self, name: str, shape: tuple[int, ...], where: str) -> Rotation:
         """Give the bank a rotation of that shape."""
@@ -296,6 +297,12 @@ class _Placer:
                 self.placed.hooked.append(RotatedOutput(module, mode=self.placed.mode, rotation=residual))
         name = head_name(self.model)
         self.model.set_submodule(name, self._linear(self.model.get_submodule(name), residual, None, quantized=False))
+
+    def _within(self) -> frozenset[str]:
+        """Return which rotations nothing needs but the quantizers of the inputs that they turn: R2 not for values."""
+        if self.quant.weights.enabled or not self.quant.activations.enabled:
+            return frozenset()
+        return frozenset(name for name, _ in self.placed.bank.items() if name == "R1" or not self.quant.kv.enabled)
 
     def _place_cache(self, layers: list[nn.Module]) -> None:
         """Put R3 and the quantization of keys and values into the attention."""

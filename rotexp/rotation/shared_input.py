@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
-from rotexp.rotation.side import LinearShape
-
 
 class SharedInput:
     """Held by the linears that read one tensor (queries, keys and values; gate and up; router and experts).
@@ -21,17 +19,17 @@ class SharedInput:
     twice. Tensors of inference mode have no version and are not shared. Copies and pickles are empty.
 
     Attributes:
-        linears: the readers' shapes, by which they choose together what to rotate (see `rotexp.rotation.side`).
+        num_readers: how many have joined.
     """
 
     def __init__(self) -> None:
-        self.linears: tuple[LinearShape, ...] = ()
+        self.num_readers = 0
         self._entry: _Entry | None = None
 
-    def join(self, linear: LinearShape) -> int:
+    def join(self) -> int:
         """Count one reader more, and return its number."""
-        self.linears = (*self.linears, linear)
-        return len(self.linears) - 1
+        self.num_readers += 1
+        return self.num_readers - 1
 
     def __call__(self, x: Tensor, *, reader: int, kind: Hashable, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `compute(x)`, computed now or for an earlier reader.
@@ -42,7 +40,7 @@ class SharedInput:
             kind: what is computed, equal only where `compute` does the same: all on which it depends besides x.
             compute: a function of x.
         """
-        if len(self.linears) == 1 or torch.compiler.is_compiling() or x.is_inference():
+        if self.num_readers == 1 or torch.compiler.is_compiling() or x.is_inference():
             return compute(x)
         entry = self._entry
         if entry is None or not entry.serves(x, reader):
@@ -50,7 +48,7 @@ class SharedInput:
         if kind not in entry.results:
             entry.results[kind] = compute(x)
         entry.readers.add(reader)
-        if len(entry.readers) == len(self.linears):
+        if len(entry.readers) == self.num_readers:
             self._entry = None
         return entry.results[kind]
 
@@ -59,7 +57,7 @@ class SharedInput:
             self._entry = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"linears": self.linears, "_entry": None}
+        return {"num_readers": self.num_readers, "_entry": None}
 
 
 class _Entry:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from rotexp.rotation.own_rows.cost import ShardedShape, Work, multiply_adds_per_byte
-from rotexp.rotation.side import LinearShape, multiply_adds, weight_sides
+from rotexp.rotation.linear_shape import LinearShape, multiply_adds, weight_sides
 
 WIDTH, INNER, HEAD = 512, 1024, 64
 GATE = LinearShape(WIDTH, INNER, WIDTH)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rotexp.rotation.side import LinearShape
+from rotexp.rotation.linear_shape import LinearShape
 
 GRADIENT_BYTES = 4
 
