@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from rotexp.quant.fake import FakeQuantizer
+from rotexp.quant.spec import QuantSpec
+from rotexp.rotation.linear_shape import LinearShape
 from rotexp.rotation.own_rows.cost import ShardedShape, Work, multiply_adds_per_byte
-from rotexp.rotation.linear_shape import LinearShape, multiply_adds, weight_sides
+from rotexp.rotation.products import rotated_linear
 
 WIDTH, INNER, HEAD = 512, 1024, 64
 GATE = LinearShape(WIDTH, INNER, WIDTH)
@@ -51,11 +56,32 @@ def test_an_exchange_moves_shares_of_a_weight(linear: LinearShape, numbers: int)
     assert with_exchange.multiply_adds == without.multiply_adds
 
 
+def counted(linear: LinearShape, *, keep_codes: bool) -> int:
+    """Run a quantized weight forward and backward, and count its multiply-adds beyond those with tokens."""
+    tokens, orders = 8, (linear.input_order, linear.output_order)
+    before, after = (torch.eye(order).requires_grad_() if order else None for order in orders)
+    x = torch.randn(tokens, linear.inputs, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        y = rotated_linear(
+            x,
+            weight=torch.randn(linear.outputs, linear.inputs),
+            bias=None,
+            quantizer=FakeQuantizer(QuantSpec(4)),
+            input_rotation=before,
+            output_rotation=after,
+            keep_codes=keep_codes,
+        )
+        y.sum().backward()
+    with_tokens = 3 * tokens * linear.outputs * linear.inputs  # forward, and both gradients
+    return int(counter.get_total_flops()) // 2 - with_tokens
+
+
 @pytest.mark.parametrize("linear", [GATE, OUTPUT, DOWN], ids=["gate", "output", "down"])
-def test_products_of_whole_weights_are_those_that_sides_count(linear: LinearShape) -> None:
-    counted = multiply_adds([linear], weight_sides([linear]), tokens=0, learned=True)
-    assert sharded(linear).whole().multiply_adds == counted
+def test_products_of_whole_weights_are_those_that_are_formed(linear: LinearShape) -> None:
+    """A weight that is gathered once keeps its codes; one that is gathered twice is quantized as often."""
+    assert sharded(linear).whole().multiply_adds == counted(linear, keep_codes=False)
     once = sharded(linear, gathers=1)
+    assert once.whole().multiply_adds == counted(linear, keep_codes=True)
     assert once.whole().multiply_adds == 4 * once.divided().multiply_adds
 
 
