@@ -48,10 +48,18 @@ class EncodedTensor(NamedTuple):
 
     def bounded(self) -> tuple[Tensor, Tensor]:
         """Return all that the values need: codes within the range, of the narrowest type, and scales, (..., groups)."""
+        scale = self.grid.scale.squeeze(-1)
+        if not self.clips:
+            return self.codes, scale
+        codes = self.grid.clamp_(self._computed_codes())
+        return codes.flatten(-2).to(code_dtype(self.quantizer, clips=False)), scale
+
+    def passes(self) -> Tensor | None:
+        """Return where the values are not clipped, as `decode` does."""
+        if not self.clips:
+            return None
         codes = self._computed_codes()
-        if self.clips:
-            self.grid.clamp_(codes)
-        return codes.flatten(-2).to(code_dtype(self.quantizer, clips=False)), self.grid.scale.squeeze(-1)
+        return codes.eq_(self.grid.clamp(codes)).flatten(-2)
 
     def _computed_codes(self) -> Tensor:
         return grouped_by(self.codes, groups=self.grid.scale.shape[-2]).to(self.grid.scale.dtype)
@@ -67,13 +75,29 @@ def encode(
         clip: as `Quantizer.grid` takes it.
         clips: whether values may lie outside the range.
     """
+    codes, encoded = _encode(x, quantizer=quantizer, groups=groups, clip=clip, clips=clips)
+    grid = encoded.grid
+    values = quantizer.decode(grid.clamp_(codes) if clips else codes, grid.scale).flatten(-2).to(x.dtype)
+    return values, encoded
+
+
+def encode_codes(
+    x: Tensor, *, quantizer: Quantizer, groups: int, clip: float | Tensor, clips: bool
+) -> EncodedTensor:
+    """Return what `encode` does without the values."""
+    return _encode(x, quantizer=quantizer, groups=groups, clip=clip, clips=clips)[1]
+
+
+def _encode(
+    x: Tensor, *, quantizer: Quantizer, groups: int, clip: float | Tensor, clips: bool
+) -> tuple[Tensor, EncodedTensor]:
+    """Return the codes in the dtype of the grid too, `(..., groups, group_size)`."""
     grouped = computed(grouped_by(x, groups=groups))
     grid = quantizer.grid(grouped, clip)
     codes = quantizer.encode(grouped, grid, clips=clips)
     grid.clamp_(codes, margin=int(clips))
     kept = codes.flatten(-2).to(code_dtype(quantizer, clips=clips))
-    values = quantizer.decode(grid.clamp_(codes) if clips else codes, grid.scale).flatten(-2).to(x.dtype)
-    return values, EncodedTensor(kept, grid, quantizer, clips)
+    return codes, EncodedTensor(kept, grid, quantizer, clips)
 
 
 def decode_into(target: Tensor, codes: Tensor, scale: Tensor, *, quantizer: Quantizer) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rotexp.quant.clip_search import search_clip_ratios
-from rotexp.quant.encoded import EncodedTensor, encode
+from rotexp.quant.encoded import EncodedTensor, encode, encode_codes
 from rotexp.quant.grouping import computed, grouped_by
 from rotexp.quant.integers import Integers, QuantizedTensor
 from rotexp.quant.quantizer import Quantizer, check_takes, code_dtype
@@ -112,6 +112,12 @@ class FakeQuantizer:
         """
         self._check_enabled()
         return encode(x, quantizer=self.quantizer, groups=self._groups(x), clip=self._clip(x), clips=self.clips)
+
+    @torch.no_grad()
+    def encode_codes(self, x: Tensor) -> EncodedTensor:
+        """Return what `encode` does without the values."""
+        self._check_enabled()
+        return encode_codes(x, quantizer=self.quantizer, groups=self._groups(x), clip=self._clip(x), clips=self.clips)
 
     def search(self, x: Tensor) -> Tensor:
         """Search the clip ratios of x: (..., width), as `rotexp.quant.clip_search` does; they are not kept."""

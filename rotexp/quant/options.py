@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from rotexp.errors.requirements import MISSING, require
 from rotexp.quant.spec import QuantSpec
+
+
+class Products(Enum):
+    """How a quantized activation and a quantized weight are multiplied."""
+
+    auto = "auto"
+    float = "float"
 
 
 @dataclass(frozen=True)
@@ -15,6 +23,9 @@ class QuantConfig:
     Attributes:
         name: what tables and W&B call the option that was chosen.
         refresh_every: training steps after which clip ratios that are searched are searched anew.
+        products: how quantized activations and weights are multiplied. `auto` multiplies their codes as integers where
+            both have one scale a row and codes of int8, the model is float32 or bfloat16, and the CPU has AVX-512 VNNI
+            (each process looks at its own); elsewhere, and always with `float`, their values are multiplied.
     """
 
     name: str = MISSING
@@ -22,6 +33,7 @@ class QuantConfig:
     activations: QuantSpec = field(default_factory=QuantSpec)
     kv: QuantSpec = field(default_factory=QuantSpec)
     refresh_every: int = 10
+    products: Products = Products.auto
 
     @property
     def enabled(self) -> bool:

@@ -8,9 +8,12 @@ from torch import Tensor, nn
 
 from rotexp.models.arch import ValueRows
 from rotexp.orthogonal.hadamard import HadamardTransform
+from rotexp.quant.coded_input import code_input
 from rotexp.quant.fake import FakeQuantizer
+from rotexp.quant.integer_products import Coded, can_multiply, coded_rows, has_int8_form
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation
+from rotexp.rotation.coded_products import coded_linear, multiply
 from rotexp.rotation.linear_shape import LinearShape
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.own_rows.weight import DividedWeight
@@ -35,6 +38,7 @@ class RotatedLinear(nn.Module):
         online: None until `bake` has put H into W.
         keep_codes: whether the backward finds the quantized weight as codes, or forms it once more.
         divided: what quantizes the weight before it is gathered, where ranks do so each for its own rows.
+        integer_products: whether codes may be multiplied as integers, where formats, sizes and the CPU allow it.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class RotatedLinear(nn.Module):
         output_rows: ValueRows | None = None,
         online: HadamardTransform | None = None,
         shared: SharedInput | None = None,
+        integer_products: bool = True,
     ) -> None:
         super().__init__()
         assert online is None or input_rotation is None, "a linear's input is rotated online or by a rotation, not both"
@@ -65,7 +70,8 @@ class RotatedLinear(nn.Module):
         self.keep_codes = True
         self.divided: DividedWeight | None = None
         self.reuse = False
-        self._kept: Tensor | None = None
+        self._kept: Tensor | Coded | None = None
+        self.integer_products = integer_products
         self.shared = SharedInput() if shared is None else shared
         self._reader = self.shared.join()
 
@@ -74,6 +80,8 @@ class RotatedLinear(nn.Module):
         if self.online is not None:
             x = self.online(x)
         quantized = self._quantizes_weight
+        if quantized and self.multiplies_integers(x):
+            return self._multiply_codes(x)
         x = self.shared(
             x,
             reader=self._reader,
@@ -92,6 +100,38 @@ class RotatedLinear(nn.Module):
     @property
     def _quantizes_weight(self) -> bool:
         return self.mode.quantize and self.weight_quantizer.spec.enabled
+
+    def multiplies_integers(self, x: Tensor) -> bool:
+        """Return whether x and the weight, both quantized, are multiplied as codes on integer units.
+
+        Weights of which each rank quantizes its own rows come as values.
+        """
+        if not self.integer_products or self.divided is not None or x.dtype != self.weight.dtype:
+            return False
+        outputs, inputs = self.weight.shape
+        quantizers = (self.weight_quantizer, self.input_quantizer)
+        return all(has_int8_form(quantizer, inputs) for quantizer in quantizers) and can_multiply(x, outputs=outputs)
+
+    def _multiply_codes(self, x: Tensor) -> Tensor:
+        """Quantize x and weight, and multiply their codes."""
+        coded = self.shared(
+            x,
+            reader=self._reader,
+            kind=("codes", self.input_quantizer.spec),
+            compute=lambda x: code_input(x, self.input_quantizer),
+        )
+        if self.reuse and not torch.is_grad_enabled():
+            return multiply(coded, self._coded_weight(), self._rotated_bias())
+        return coded_linear(
+            coded,
+            weight=self.weight,
+            bias=self._rotated_bias(),
+            quantizer=self.weight_quantizer,
+            input_rotation=_matrix(self.input_rotation) if self.mode.rotate else None,
+            output_rotation=_matrix(self.output_rotation) if self.mode.rotate else None,
+            output_rows=self.output_rows,
+            keep_codes=self.keep_codes,
+        )
 
     def _prepare(self, x: Tensor) -> Tensor:
         """Quantize the input, and rotate it back for a weight that is not rotated itself."""
@@ -125,8 +165,13 @@ class RotatedLinear(nn.Module):
         return LinearShape(inputs, outputs, before, after, rotated)
 
     def _quantized_weight(self) -> Tensor:
-        if self._kept is None:
+        if not isinstance(self._kept, Tensor):
             self._kept = self.weight_quantizer(self._rotated_weight())
+        return self._kept
+
+    def _coded_weight(self) -> Coded:
+        if not isinstance(self._kept, Coded):
+            self._kept = coded_rows(self.weight_quantizer.encode_codes(self._rotated_weight()))
         return self._kept
 
     @property

@@ -21,7 +21,7 @@ from rotexp.models.arch import (
 )
 from rotexp.models.sharing import shared_parameters
 from rotexp.orthogonal.hadamard import HadamardTransform, hadamard_obstacle, largest_block
-from rotexp.quant.options import QuantConfig
+from rotexp.quant.options import Products, QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.attention import Cache, cache_obstacle, place_cache
 from rotexp.rotation.bank import Rotation, RotationBank
@@ -252,6 +252,7 @@ class _Placer:
             output_rows=output_rows,
             online=online,
             shared=shared,
+            integer_products=self.quant.products is Products.auto,
         )
 
     def _experts(self, experts: Any, residual: Rotation | None) -> RotatedExperts:

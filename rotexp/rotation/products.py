@@ -103,7 +103,7 @@ class _RotatedLinear(torch.autograd.Function):
                 for_ratios = sum_groups(slopes.mul_(for_rotated), like=ratios)
             if passes is not None:
                 for_rotated = for_rotated.mul_(passes)
-            for_weight, for_before, for_after = _weight_gradients(
+            for_weight, for_before, for_after = weight_gradients(
                 for_rotated,
                 weight,
                 before=before,
@@ -140,7 +140,7 @@ def _used_weight(
     return used, passes, ratio_slopes(rotated, values=used, passes=passes, ratios=ratios)
 
 
-def _weight_gradients(
+def weight_gradients(
     for_rotated: Tensor,
     weight: Tensor,
     *,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
+
+
+Result = TypeVar("Result")
 
 
 class SharedInput:
@@ -31,7 +34,7 @@ class SharedInput:
         self.num_readers += 1
         return self.num_readers - 1
 
-    def __call__(self, x: Tensor, *, reader: int, kind: Hashable, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    def __call__(self, x: Tensor, *, reader: int, kind: Hashable, compute: Callable[[Tensor], Result]) -> Result:
         """Return `compute(x)`, computed now or for an earlier reader.
 
         Args:
@@ -50,7 +53,8 @@ class SharedInput:
         entry.readers.add(reader)
         if len(entry.readers) == self.num_readers:
             self._entry = None
-        return entry.results[kind]
+        result: Result = entry.results[kind]
+        return result
 
     def _forget(self, source: WeakIdRef) -> None:
         if self._entry is not None and self._entry.source is source:
@@ -66,7 +70,7 @@ class _Entry:
     def __init__(self, x: Tensor, forget: Callable[[WeakIdRef], None]) -> None:
         self.source = WeakIdRef(x, forget)
         self.state = _state(x)
-        self.results: dict[Hashable, Tensor] = {}
+        self.results: dict[Hashable, Any] = {}
         self.readers: set[int] = set()
 
     def serves(self, x: Tensor, reader: int) -> bool:
