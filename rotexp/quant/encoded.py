@@ -81,9 +81,7 @@ def encode(
     return values, encoded
 
 
-def encode_codes(
-    x: Tensor, *, quantizer: Quantizer, groups: int, clip: float | Tensor, clips: bool
-) -> EncodedTensor:
+def encode_codes(x: Tensor, *, quantizer: Quantizer, groups: int, clip: float | Tensor, clips: bool) -> EncodedTensor:
     """Return what `encode` does without the values."""
     return _encode(x, quantizer=quantizer, groups=groups, clip=clip, clips=clips)[1]
 

@@ -19,12 +19,12 @@ from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.integers import Integers
 
 DIGITS = {torch.float32: 4, torch.bfloat16: 2}
-"""How many digits of 8 bits stand for a value of each dtype: as many bits as keep the error below that of a product in that dtype."""
+"""How many digits of 8 bits stand for a value of each dtype: as many as err less than a product in that dtype."""
 
 LONGEST = 2**17 - 1
 """The longest sum of products of two int8 that int32 holds."""
 
-LEAST_EXPONENT = -100
+LEAST_EXPONENT = -96
 """Rows below two to the power of this lose bits, so that their units are normal numbers."""
 
 
@@ -46,7 +46,7 @@ def has_integer_units() -> bool:
 
     CPUs with AVX2 alone are not among them: their products of int8 saturate at 16 bits.
     """
-    return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
+    return bool(torch.backends.mkldnn.is_available()) and torch.cpu._is_vnni_supported()  # type: ignore[no-untyped-call]
 
 
 def has_int8_form(quantizer: FakeQuantizer, width: int) -> bool:
@@ -85,8 +85,8 @@ def multiply_codes(a: Coded, b: Coded) -> Tensor:
 def multiply_digits(values: Tensor, codes: Tensor, *, digits: int) -> Tensor:
     """Return `V C`, `(rows, columns)`, float32, each row of V in so many digits.
 
-    With b = 8 · digits − 2 an element of V is off by at most 2⁻ᵇ of the largest in its row, and the result besides by
-    4 · 2⁻²⁴ of itself and 2⁻²² of its rounding between digits. A row with NaN or infinity becomes NaN.
+    With b = 8 · digits − 2 an element is off by at most 2²⁻ᵇ times the largest magnitude in its row of V times the
+    magnitudes of its column of C, added up, and by 2⁻²² of itself. A row with NaN or infinity becomes NaN.
 
     Args:
         values: V, `(rows, n)`, float32, each row or each column contiguous; overwritten.

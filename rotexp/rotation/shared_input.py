@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
-
 Result = TypeVar("Result")
 
 
