@@ -32,7 +32,7 @@ TARGETS = {
 }
 """The largest ratio to the limit that a training step may have, by variant and batch (blocks of 1024 tokens)."""
 
-MEMORY_TARGET = 1.25
+MEMORY_TARGET = 1.15
 REFRESH_EVERY = 10
 """Steps between two searches of clip ratios, the default of `quant.refresh_every`."""
 
