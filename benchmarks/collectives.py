@@ -1,15 +1,11 @@
-"""Count the collectives of a block, FSDP's included, and the bytes they move, and time an all-gather."""
+"""Count the collectives of a block, FSDP's included and the bytes they move."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -40,43 +36,19 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count an operation, and let it run."""
-        if func.namespace in NAMESPACES and _name(func) not in NOT_COLLECTIVES:
+        if is_collective(func):
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.seen.counts[_name(func)] += 1
-            self.seen.num_bytes[_name(func)] += max((t.numel() * t.element_size() for t in tensors), default=0)
+            self.seen.counts[short_name(func)] += 1
+            self.seen.num_bytes[short_name(func)] += max((t.numel() * t.element_size() for t in tensors), default=0)
         return func(*args, **(kwargs or {}))
 
 
-def _name(func: Any) -> str:
+def is_collective(func: Any) -> bool:
+    """Return whether an operation of torch's dispatcher moves data between ranks."""
+    return func.namespace in NAMESPACES and short_name(func) not in NOT_COLLECTIVES
+
+
+def short_name(func: Any) -> str:
+    """Return an operation's name without its namespace."""
     name: str = func._schema.name.partition("::")[2]
     return name
-
-
-@dataclass(frozen=True)
-class Wire:
-    """What an all-gather of a few bytes takes in seconds, and the bytes a second a rank receives by a large one."""
-
-    seconds_per_call: float
-    bytes_per_second: float
-
-
-def measure_wire(*, large_bytes: int, device: torch.device, repetitions: int = 5) -> Wire:
-    """Time all-gathers of a few bytes and of `large_bytes` (the gathered size) in the default group, of two or more."""
-    world_size = dist.get_world_size()
-    assert world_size > 1, "a world of one has no wire"
-    small, large = (_all_gather_seconds(size, device, repetitions) for size in (4 * world_size, large_bytes))
-    return Wire(small, large_bytes * (world_size - 1) / world_size / large)
-
-
-def _all_gather_seconds(num_bytes: int, device: torch.device, repetitions: int) -> float:
-    world_size = dist.get_world_size()
-    part = torch.zeros(max(1, num_bytes // 4 // world_size), device=device)
-    gathered = torch.zeros(part.numel() * world_size, device=device)
-    seconds = []
-    for _ in range(repetitions + 1):
-        dist.barrier()
-        began = time.perf_counter()
-        dist.all_gather_into_tensor(gathered, part)
-        gathered[0].item()  # waits for the device
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:])

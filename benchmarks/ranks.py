@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks import facts, flops
-from benchmarks.collectives import CollectiveCounter, measure_wire
+from benchmarks.accounts import account
+from benchmarks.collectives import CollectiveCounter
 from benchmarks.step import synchronizer
 from benchmarks.variants import (
     LIMIT,
@@ -45,7 +47,13 @@ TIMEOUT_SECONDS = 1800
 
 @dataclasses.dataclass(frozen=True)
 class RankRequest:
-    """One world to measure; `batch` is of all ranks together, and `modes` are the guard's, one after the other."""
+    """One world to measure.
+
+    Attributes:
+        batch: blocks of all ranks together.
+        modes: the guard's, one after the other.
+        rounds: over the parts of a step whose processor time is taken; none are by default.
+    """
 
     variant: str = "w16a4"
     model: str = "135m"
@@ -57,6 +65,7 @@ class RankRequest:
     dtype: str = "float32"
     device: str = "cpu"
     threads: int = 1
+    rounds: int = 0
 
     def arguments(self) -> list[str]:
         """Return it as command-line options."""
@@ -86,8 +95,8 @@ def start_ranks(command: Sequence[str], *, world_size: int, threads: int, timeou
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
-    environment |= {"OMP_NUM_THREADS": threads}
+    environment: dict[str, Any] = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
+    environment |= {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}  # spinning is no work, but counts so
     processes = [_start(command, {"RANK": rank, "LOCAL_RANK": rank, **environment}) for rank in range(world_size)]
     limit = time.monotonic() + timeout
     try:
@@ -103,7 +112,7 @@ def start_ranks(command: Sequence[str], *, world_size: int, threads: int, timeou
         raise RuntimeError(f"rank {failed[0]} of {world_size} failed: {errors[failed[0]][-1000:]}")
 
 
-def _start(command: Sequence[str], variables: dict[str, int]) -> subprocess.Popen[str]:
+def _start(command: Sequence[str], variables: dict[str, Any]) -> subprocess.Popen[str]:
     environment = os.environ | {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "localhost"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
@@ -119,10 +128,12 @@ def measure_rank(request: RankRequest) -> dict[str, Any]:
         raise ValueError(f"--batch {request.batch}: must be a multiple of the {world_size} ranks; choose another")
     workload = Workload(request.model, request.batch, request.tokens, getattr(torch, request.dtype), device)
     with contextlib.ExitStack() as stack:
-        step, network = _sharded_step(request, workload, stack)
+        step, network, token_ids = _sharded_step(request, workload, stack)
         step()  # allocates, and fixes FSDP's dtypes
         modes = measure_modes(step, network, request)
-        figures = _count(step, device)
+        figures = _count(step)
+        if request.rounds:
+            figures["account"] = account(step, request.variant, workload, token_ids, rounds=request.rounds)
     return {"world_size": world_size, "request": dataclasses.asdict(request), "modes": modes, **figures}
 
 
@@ -132,8 +143,8 @@ def _device(request: RankRequest) -> torch.device:
 
 def _sharded_step(
     request: RankRequest, workload: Workload, stack: contextlib.ExitStack
-) -> tuple[Callable[[], None], Any]:
-    """Return this rank's training step on its share of the batch, valid until the stack is left, and the network."""
+) -> tuple[Callable[[], None], Any, Tensor]:
+    """Return this rank's training step, valid until the stack is left, the network, and its share of the batch."""
     network = load_network(workload)
     quantizer = next(iter(QUANTIZERS)) if request.variant == LIMIT else request.variant.split()[0]
     model = rotated_model(network, quantizer)
@@ -172,7 +183,7 @@ def _sharded_step(
             optimizer.step()
             optimizer.zero_grad()
 
-    return step, model.network
+    return step, model.network, token_ids
 
 
 def _require_gradient_of_embeddings(network: Any) -> None:
@@ -222,23 +233,17 @@ def _guard_figures(guard: UnshardGuard | None) -> dict[str, float]:
     return {"unshards": counts.num_unshards, "barriers": counts.barriers, "waited_s": counts.seconds}
 
 
-def _count(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
-    """Count one step's collectives and operations, and measure what the wire does with messages of their mean size."""
-    world_size = dist.get_world_size()
+def _count(step: Callable[[], None]) -> dict[str, Any]:
+    """Count one step's collectives and operations."""
     with CollectiveCounter() as counter:
         step()
     seen = counter.seen
-    figures = {
+    return {
         "collectives": dict(seen.counts),
         "bytes": dict(seen.num_bytes),
-        "received_bytes": seen.received_bytes(world_size=world_size),
+        "received_bytes": seen.received_bytes(world_size=dist.get_world_size()),
         "flops": flops.count_flops(step),
     }
-    if world_size == 1:
-        return figures | {"wire_s": 0.0}
-    mean = seen.num_bytes.total() // max(1, seen.counts.total())
-    wire = measure_wire(large_bytes=max(mean, 64 * world_size), device=device)
-    return figures | {"wire": dataclasses.asdict(wire), "wire_s": figures["received_bytes"] / wire.bytes_per_second}
 
 
 def _modes(text: str) -> tuple[str, ...]:
