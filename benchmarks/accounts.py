@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks import flops
-from benchmarks.collectives import is_collective, short_name
+from benchmarks.collectives import CollectiveCounter, is_collective, short_name
 from benchmarks.optimizer import draw_rotations
 from benchmarks.variants import LEARNING_RATE, LIMIT, Workload, load_network, make_steps
 from rotexp.optim.cayley_sgd import CayleySGD
@@ -142,20 +142,23 @@ def account(
     Returns:
         `seconds` of all ranks by part, round by round: the step; the same step of an unsharded model, every rank on its
         share; the plain forward and backward of that model; the optimizer's step; the bytes moved. `flops` of all
-        ranks, of the first three.
+        ranks, of the first three; `bytes` by collective, as the last part moves them.
     """
     network = load_network(workload)
     alone, _ = make_steps([LIMIT, variant], network, token_ids)
-    parts = {STEP: step, UNSHARDED: alone[variant], PLAIN: alone[LIMIT]}
+    parts: dict[str, Callable[[], object]] = {STEP: step, UNSHARDED: alone[variant], PLAIN: alone[LIMIT]}
     counted = {name: _sum(flops.count_flops(run)) for name, run in parts.items()}  # and warms them up
     if variant != LIMIT:
         parts[OPTIMIZER] = _optimizer_step(network)
     if dist.get_world_size() > 1:
         parts[WIRE] = record(step)
-    return {"seconds": measure_in_turn(parts, rounds=rounds), "flops": counted}
+    with CollectiveCounter() as moved:
+        parts.get(WIRE, lambda: None)()
+    seconds = measure_in_turn(parts, rounds=rounds)
+    return {"seconds": seconds, "flops": counted, "bytes": dict(moved.seen.num_bytes)}
 
 
-def measure_in_turn(parts: Mapping[str, Callable[[], None]], *, rounds: int) -> dict[str, list[float]]:
+def measure_in_turn(parts: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, list[float]]:
     """Return the processor seconds of every part, round by round, without a first one."""
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(rounds + 1):

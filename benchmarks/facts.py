@@ -8,7 +8,9 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +18,19 @@ from typing import Any
 
 PACKAGES = ("rotexp", "torch", "transformers", "accelerate", "hydra-core", "geoopt", "brevitas")
 NOT_INSTALLED = "not installed"
+ROOT = Path(__file__).parents[1]
+CHANGED = "-changed"
+MADE = ("benchmarks/README.md",)
+"""Files that figures are written into, and whose changes therefore change no figure."""
+
+
+def load_average() -> tuple[float, float, float] | None:
+    """Return how many processes wanted a core in the last 1, 5 and 15 minutes, or None where nobody counts them."""
+    return os.getloadavg() if hasattr(os, "getloadavg") else None
+
+
+STARTED, LOAD_AT_START = time.monotonic(), load_average()
+"""When a program imported this, which is what it does first."""
 
 Table = dict[str, Any]
 """A table: `title`, `columns`, and `rows` of as many cells, all of them text."""
@@ -51,12 +66,11 @@ def installed_version(package: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return the processor, its cores, the memory in GiB, the load, the threads torch uses, and the accelerators."""
+    """Return the processor, its cores, the memory in GiB, the load at both ends, torch's threads, the accelerators."""
     facts: dict[str, Any] = {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()}
     if hasattr(os, "sysconf"):
         facts["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    if hasattr(os, "getloadavg"):
-        facts["load_average"] = os.getloadavg()
+    facts |= {"load_average_at_start": LOAD_AT_START, "load_average": load_average()}
     if torch := sys.modules.get("torch"):
         facts["threads"] = torch.get_num_threads()
         facts["accelerators"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -91,9 +105,31 @@ def report(output: Path | None, tables: Sequence[Table], figures: Mapping[str, A
 
 
 def environment() -> dict[str, Any]:
-    """Return when, by which command, on which machine and with which versions figures were taken."""
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"date": date, "command": command(), "machine": machine(), "versions": versions()}
+    """Return when, how long, of which commit, by which command, where and with which versions figures were taken."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": time.monotonic() - STARTED,
+        "commit": commit(),
+        "command": command(),
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def commit() -> str | None:
+    """Return the commit of the working tree, with `CHANGED` behind it if files differ; None outside of a repository."""
+    try:
+        name = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--", ".", *(f":!{file}" for file in MADE))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return name + (CHANGED if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments], check=True, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ).stdout.strip()
 
 
 def write_json(path: Path, content: Any) -> None:

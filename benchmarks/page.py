@@ -1,10 +1,9 @@
-"""Put measured tables into the page: `python -m benchmarks.page step=step.json …` rewrites benchmarks/README.md."""
+"""Measured tables between the marks of benchmarks/README.md, which `python -m benchmarks.all` writes."""
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,54 +11,45 @@ from benchmarks import facts
 
 PAGE = Path(__file__).with_name("README.md")
 END = "<!-- end of figures -->"
+PLACE = re.compile(rf"<!-- figures of (\w+) -->.*?{re.escape(END)}", re.DOTALL)
+OUTPUT = re.compile(r" --output ('[^']*'|\S+)")
 
 
-def section(name: str, runs: Sequence[dict[str, Any]]) -> str:
-    """Return the figures of one or more runs of a benchmark, between marks that the next rewriting finds."""
-    return "\n\n".join([start(name), *(figures(run) for run in runs), END])
+def section(name: str, runs: Sequence[str]) -> str:
+    """Return what is said of a benchmark's runs, between marks that the next rewriting finds."""
+    return "\n\n".join([f"<!-- figures of {name} -->", *runs, END])
 
 
-def figures(found: dict[str, Any]) -> str:
-    """Return a run's tables with date, machine and command."""
+def figures(found: Mapping[str, Any]) -> str:
+    """Return a run's tables, with commit, date, machine, load and command."""
     machine, versions = found["machine"], found["versions"]
     on = f"{machine['cores']} cores of {machine['processor']}, torch {versions['torch']}"
-    accelerators = ", ".join(machine.get("accelerators", []))
-    origin = f"({found['date'][:10]}, {accelerators or on}: `{found['command']}`)"
-    tables = [facts.markdown(table).replace(table["title"], f"{table['title']}:", 1) for table in found["tables"]]
-    return "\n\n".join([*tables, origin])
+    where = ", ".join(machine.get("accelerators", [])) or on
+    command = OUTPUT.sub("", found["command"])
+    origin = f"({found['commit']}, {found['date'][:10]}, {where}, {load(machine)}: `{command}`)"
+    return "\n\n".join([*(table(each) for each in found["tables"]), origin])
 
 
-def start(name: str) -> str:
-    """Return the mark before a benchmark's figures."""
-    return f"<!-- figures of {name} -->"
+def table(made: facts.Table) -> str:
+    """Return a table as Markdown, its title as the sentence that leads to it."""
+    return facts.markdown(made).replace(made["title"], f"{made['title']}:", 1)
 
 
-def rewrite(page: str, sections: dict[str, str]) -> str:
-    """Replace the figures of every named benchmark in a page.
+def load(machine: Mapping[str, Any]) -> str:
+    """Return the load averages of the minute before a run and of its last."""
+    ends = [machine["load_average_at_start"], machine["load_average"]]
+    return "load " + " → ".join("unknown" if end is None else f"{end[0]:.1f}" for end in ends)
+
+
+def rewrite(page: str, sections: Mapping[str, str]) -> str:
+    """Return a page with these figures and no others; a section that has no place yet comes at the end.
 
     Raises:
-        ValueError: the page has no place for one.
+        ValueError: the page has figures that none of the sections replaces.
     """
-    for name, text in sections.items():
-        place = re.compile(f"^FIGURES:{name}$|{re.escape(start(name))}.*?{re.escape(END)}", re.DOTALL | re.MULTILINE)
-        page, count = place.subn(lambda _, text=text: text, page, count=1)  # type: ignore[misc]
-        if not count:
-            raise ValueError(f"{name}: the page has no place for its figures; add a line FIGURES:{name}")
-    return page
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Rewrite the page from JSON files."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("figures", nargs="+", help="NAME=FILE, such as step=step.json; a NAME may come again")
-    parser.add_argument("--page", type=Path, default=PAGE)
-    options = parser.parse_args(arguments)
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for name, file in (text.split("=", 1) for text in options.figures):
-        runs.setdefault(name, []).append(facts.read_json(Path(file)))
-    sections = {name: section(name, found) for name, found in runs.items()}
-    options.page.write_text(rewrite(options.page.read_text(encoding="utf-8"), sections), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    places = PLACE.findall(page)
+    if left := sorted({*places} - {*sections}):
+        raise ValueError(f"figures of {', '.join(left)}: no program of benchmarks.all measures them; take them out")
+    page = PLACE.sub(lambda place: sections[place[1]], page)
+    added = [name for name in sections if name not in places]
+    return "\n".join([page, *(f"## {name.replace('_', ' ').capitalize()}\n\n{sections[name]}\n" for name in added)])

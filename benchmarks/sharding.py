@@ -12,11 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
+from benchmarks.accounts import OPTIMIZER, PLAIN, STEP, UNSHARDED, WIRE
 from benchmarks.ranks import RankRequest, run_world
 from benchmarks.timing import Spread, interleave, paired_ratios
 from benchmarks.variants import LIMIT, QUANTIZERS, WHOLE
 
 ALONE = "no_shard"
+EXPLAINED = 0.9
+"""The share of the extra processor time that the parts must add up to, and by as much they may exceed it."""
+
+PARTS = {
+    "plain": "plain model in shares, on shared cores",
+    "repeated": "repeated work on weights",
+    "rotating": "work on weights, on shared cores",
+    "optimizer": "optimizer",
+    "wire": "moving bytes",
+}
+"""The columns of the table."""
+
+Account = dict[str, dict[str, float]]
+"""`seconds` and `flops` of all ranks by part, and `bytes` by collective, as `benchmarks.accounts` says."""
 
 
 def measure(request: RankRequest, *, world_size: int, repetitions: int) -> dict[str, Any]:
@@ -36,29 +51,22 @@ def measure(request: RankRequest, *, world_size: int, repetitions: int) -> dict[
 
     runs = {"alone": partial(run, "alone", alone, 1), "shared": partial(run, "shared", shared, world_size)}
     interleave(runs, repetitions=repetitions, warmup=0)
-    return {"variant": request.variant, "world_size": world_size, **explain(found["alone"], found["shared"])}
+    return {
+        "variant": request.variant,
+        "world_size": world_size,
+        **compare(found["alone"], found["shared"]),
+        "account": explain(*(_accounts(runs) for runs in found.values())),
+    }
 
 
-def explain(alone: Sequence[dict[str, Any]], shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Compare the runs of one rank and of several, and split the extra seconds into what is known of them.
-
-    Returns:
-        `wire_s`, the bytes moved at the measured speed; `replicated_s`, operations that every rank repeats, at the
-        speed of the one rank; `explained`, their sum over the extra seconds of a step.
-    """
+def compare(alone: Sequence[dict[str, Any]], shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a step of one rank and of several took on the clock, and what the latter counted."""
     one, many = ([statistics.median(run["modes"]["off"]["seconds"]) for run in runs] for runs in (alone, shared))
-    last, ranks = shared[-1], shared[-1]["world_size"]
-    extra = statistics.median(many) - statistics.median(one)
-    replicated = (ranks * last["flops"] - alone[-1]["flops"]) / alone[-1]["flops"] * statistics.median(one)
-    wire = statistics.median(run["wire_s"] for run in shared)
+    last = shared[-1]
     return {
         "alone_s": statistics.median(one),
         "shared_s": statistics.median(many),
         "ratio": dataclasses.asdict(paired_ratios(many, one)),
-        "extra_s": extra,
-        "wire_s": wire,
-        "replicated_s": replicated,
-        "explained": (wire + replicated) / extra if extra > 0 else None,
         "peak_rss_gib": {
             side: found["modes"]["off"]["peak_rss_gib"] for side, found in (("alone", alone[-1]), ("shared", last))
         },
@@ -66,49 +74,107 @@ def explain(alone: Sequence[dict[str, Any]], shared: Sequence[dict[str, Any]]) -
     }
 
 
+def _accounts(runs: Sequence[dict[str, Any]]) -> Account:
+    """Return the medians over all rounds of all runs, in processor seconds, and the counted operations."""
+    accounts = [run["account"] for run in runs]
+    return {
+        "seconds": {
+            part: statistics.median(second for account in accounts for second in account["seconds"][part])
+            for part in accounts[0]["seconds"]
+        },
+        "flops": accounts[0]["flops"],
+        "bytes": accounts[0]["bytes"],
+    }
+
+
+def explain(alone: Account, shared: Account) -> dict[str, Any]:
+    """Split the processor seconds that several ranks take more than one into what was measured of them apart.
+
+    Returns:
+        `parts`: what the plain model's products take more in as many processes as there are ranks, at once, each on its
+        share of the batch; operations on weights that ranks repeat, at what one rank takes for them; what all ranks'
+        operations on weights take more than they would there; the optimizer's steps; the bytes. `explained`, the share
+        of the extra seconds that they add up to.
+    """
+    one, many = alone["seconds"], shared["seconds"]
+    extra = many[STEP] - one[STEP]
+    once, here = _rotating_seconds_per_flop(alone), _rotating_seconds_per_flop(shared)
+    done, needed = (found["flops"][STEP] - found["flops"][PLAIN] for found in (shared, alone))
+    parts = {
+        "plain": many[PLAIN] - one[PLAIN],
+        "repeated": once * (done - needed),
+        "rotating": (here - once) * done,
+        "optimizer": many.get(OPTIMIZER, 0.0) - one.get(OPTIMIZER, 0.0),
+        "wire": many[WIRE],
+    }
+    found = {"alone": one, "shared": many, "bytes": shared["bytes"]}
+    return {**found, "extra": extra, "parts": parts, "explained": sum(parts.values()) / extra}
+
+
+def _rotating_seconds_per_flop(account: Account) -> float:
+    """Return what rotating and quantizing costs for each of its operations, in a step of an unsharded model."""
+    seconds, flops = account["seconds"], account["flops"]
+    if flops[UNSHARDED] == flops[PLAIN]:
+        return 0.0
+    more = seconds[UNSHARDED] - seconds[PLAIN] - seconds[OPTIMIZER]
+    return float(more / (flops[UNSHARDED] - flops[PLAIN]))
+
+
 def table(rows: Sequence[dict[str, Any]]) -> facts.Table:
-    """Return the figures for people."""
-    columns = ["variant", "ranks", "1 rank (s)", "shared (s)", "ratio (quartiles)", "extra (s)", "collectives"]
-    columns += ["received (MiB a rank)", "wire (s)", "repeated work (s)", "explained"]
+    """Return the counts, and seconds on the clock, for people."""
+    columns = ["variant", "ranks", "1 rank (s)", "shared (s)", "ratio (quartiles)", "GFLOP a rank", "collectives"]
+    columns += ["received (MiB a rank)", "peak resident (GiB a rank)"]
     return facts.make_table("One step at the same global batch", columns, [_cells(row) for row in rows])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     collectives = ", ".join(f"{count} {name.strip('_')}" for name, count in row["collectives"].items())
-    seconds = [f"{row[name]:.3f}" for name in ("alone_s", "shared_s")]
-    explained = "–" if row["explained"] is None else f"{100 * row['explained']:.0f} %"
     return [
         row["variant"],
         str(row["world_size"]),
-        *seconds,
+        *(f"{row[name]:.3f}" for name in ("alone_s", "shared_s")),
         Spread(**row["ratio"]).text(),
-        f"{row['extra_s']:.3f}",
+        f"{row['flops'] / 1e9:.1f}",
         collectives,
         f"{row['received_bytes'] / 2**20:.1f}",
-        f"{row['wire_s']:.3f}",
-        f"{row['replicated_s']:.3f}",
-        explained,
+        f"{row['peak_rss_gib']['shared']:.2f}",
     ]
+
+
+def account_table(rows: Sequence[dict[str, Any]]) -> facts.Table:
+    """Return where the processor time goes, for people."""
+    columns = ("variant", "1 rank", "all ranks", "extra", *PARTS.values(), "explained", "target", "met")
+    return facts.make_table("Processor seconds of all ranks, a step", columns, [_account_cells(row) for row in rows])
+
+
+def _account_cells(row: dict[str, Any]) -> list[str]:
+    account = row["account"]
+    seconds = [account["alone"][STEP], account["shared"][STEP], account["extra"]]
+    seconds += [account["parts"][part] for part in PARTS]
+    met = "yes" if EXPLAINED <= account["explained"] <= 2 - EXPLAINED else "MISSED"
+    shares = [f"{100 * account['explained']:.0f} %", f"{100 * EXPLAINED:.0f} to {100 * (2 - EXPLAINED):.0f} %", met]
+    return [row["variant"], *(f"{second:.2f}" for second in seconds), *shares]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every variant, and write the figures."""
-    parser = facts.parser(__doc__, output="sharding.json", repetitions=3)
+    parser = facts.parser(__doc__, output="sharding.json", repetitions=2)
     parser.add_argument("--model", default="135m")
     variants = [LIMIT, *QUANTIZERS, WHOLE]
     parser.add_argument("--variants", nargs="+", default=variants, choices=variants)
     parser.add_argument("--strategy", default="full", help="full, zero2, hybrid or hybrid_zero2")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4, help="blocks of all ranks together")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of a block")
-    parser.add_argument("--steps", type=int, default=3, help="steps of one run; their median is one sample")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a block")
+    parser.add_argument("--steps", type=int, default=2, help="steps of one run; their median is one sample")
+    parser.add_argument("--rounds", type=int, default=2, help="over the parts of a step, in each run")
     options = parser.parse_args(arguments)
     rows = []
     for variant in options.variants:
-        shape = {"batch": options.batch, "tokens": options.tokens, "steps": options.steps}
+        shape = {name: getattr(options, name) for name in ("batch", "tokens", "steps", "rounds")}
         request = RankRequest(variant, options.model, strategy=options.strategy, **shape)
         rows.append(measure(request, world_size=options.ranks, repetitions=options.repetitions))
-    facts.report(options.output, [table(rows)], {"sharding": rows})
+    facts.report(options.output, [table(rows), account_table(rows)], {"sharding": rows})
 
 
 if __name__ == "__main__":

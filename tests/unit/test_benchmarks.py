@@ -17,7 +17,6 @@ from benchmarks import (
     footprint,
     memory,
     overhead,
-    page,
     peers,
     plot,
     quantizers,
@@ -231,18 +230,6 @@ def test_amortized_steps_lie_between_a_cached_and_a_searching_one() -> None:
     assert row["ratio"]["median"] == pytest.approx(3.0)
 
 
-def test_extra_cost_is_split_into_wire_and_repeated_work() -> None:
-    def found(seconds: float, operations: int, wire: float, ranks: int) -> dict[str, Any]:
-        counts = {"collectives": {}, "bytes": {}, "received_bytes": 0.0}
-        modes = {"off": {"seconds": [seconds], "peak_rss_gib": 1.0}}
-        return {"modes": modes, "flops": operations, "wire_s": wire, "world_size": ranks, **counts}
-
-    row = sharding.explain([found(1.0, 100, 0.0, 1)], [found(1.5, 30, 0.2, 4)])
-    assert row["extra_s"] == pytest.approx(0.5)
-    assert row["replicated_s"] == pytest.approx(0.2)
-    assert row["explained"] == pytest.approx(0.8)
-
-
 def test_requests_survive_the_command_line() -> None:
     arguments = RankRequest(modes=("off", "event"), tokens=8).arguments()
     assert arguments[arguments.index("--modes") + 1] == "off,event"
@@ -338,12 +325,15 @@ def test_quantizers_run(tmp_path: Path) -> None:
 def test_sharding_runs_and_counts_collectives(tmp_path: Path) -> None:
     output = tmp_path / "sharding.json"
     shape = ["--model", "nano", "--ranks", "2", "--batch", "2", "--tokens", "8", "--steps", "1"]
-    sharding.main([*shape, "--variants", "w4a4", "--repetitions", "1", "--output", str(output)])
+    once = ["--repetitions", "1", "--rounds", "1"]
+    sharding.main([*shape, "--variants", "w4a4", *once, "--output", str(output)])
     (row,) = facts.read_json(output)["figures"]["sharding"]
     # Embedding, two layers and head, each gathered once forward and once backward at most; one reduction.
     assert row["collectives"]["allreduce_"] == 1
     assert 8 <= row["collectives"]["_allgather_base_"] <= 10
     assert row["received_bytes"] > 0
+    assert row["account"]["bytes"] == row["bytes"], "what is taken apart moves as many bytes as the step"
+    assert row["account"]["extra"] > row["account"]["parts"]["wire"] > 0.0
 
 
 def test_startup_runs(tmp_path: Path) -> None:
@@ -377,17 +367,3 @@ def test_the_check_of_an_accelerator_needs_only_torch_and_transformers(tmp_path:
         "Training step against the limit",
         "Peak memory against the closed forms",
     }
-
-
-def test_the_page_has_a_place_for_every_benchmark_and_is_rewritten_in_place() -> None:
-    found = {
-        **facts.environment(),
-        "tables": [facts.make_table("Title", ("a",), [["1"]])],
-    }
-    names = ("step", "optimizer", "quantizers", "sharding", "startup", "overhead", "sync_modes", "trained_memory")
-    once = page.rewrite(page.PAGE.read_text(encoding="utf-8"), {name: page.section(name, [found]) for name in names})
-    assert "FIGURES:" not in once
-    assert once.count(found["command"]) >= len(names)
-    assert page.rewrite(once, {"step": page.section("step", [found])}) == once
-    with pytest.raises(ValueError, match="no place"):
-        page.rewrite("", {"step": ""})
