@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read the figures of one or several runs of `benchmarks.step`, and draw them."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("figures", nargs="+", type=Path, help="JSON files that benchmarks.step wrote")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("cost.svg"))
+    parser.add_argument("--output", type=Path, default=Path("cost.svg"))
     options = parser.parse_args(arguments)
     rows = [row for file in options.figures for row in facts.read_json(file)["figures"]["step"]]
     options.output.write_text(draw(rows), encoding="utf-8")
