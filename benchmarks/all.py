@@ -58,6 +58,7 @@ TINY_STEP = "--models nano --batches 1 --tokens 16 --repetitions 1 --variants w4
 PROGRAMS = (
     Program("step", "--batches 1 --repetitions 3", TINY_STEP, part="1"),
     Program("step", "--batches 4 --repetitions 2 --variants w16a4 w4a4", TINY_STEP, part="4"),
+    Program("operations", "--repetitions 1", "--model nano --tokens 16 --repetitions 1"),
     Program("optimizer", "--repetitions 7", "--sets '48² + 2 × 12²' --repetitions 1"),
     Program("quantizers", "--repetitions 7", "--shapes 32x48 --repetitions 1"),
     Program("sharding", "", "--model nano --ranks 2 --batch 2 --tokens 8 --repetitions 1 --variants w4a4"),

@@ -16,6 +16,7 @@ from benchmarks import (
     flops,
     footprint,
     memory,
+    operations,
     overhead,
     peers,
     plot,
@@ -302,6 +303,20 @@ def test_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row["variant"] for row in figures["memory"]} == {LIMIT, *variants}
     plot.main([str(output), "--output", str(tmp_path / "cost.svg")])
     assert (tmp_path / "cost.svg").stat().st_size > 1000
+
+
+def test_operations_of_a_step_are_timed_by_kind(tmp_path: Path) -> None:
+    output = tmp_path / "operations.json"
+    shape = ["--model", "nano", "--tokens", "16", "--repetitions", "1", "--variants", LIMIT, "w4a4"]
+    operations.main([*shape, "--output", str(output)])
+    found = facts.read_json(output)
+    seconds = found["figures"]["operations"]
+    # The head's product, forward: 16 tokens of width 48, a vocabulary of 2048; rotating R1 is the other's alone.
+    assert all("mm 16×48 · 48×2048" in seconds[variant] for variant in (LIMIT, "w4a4"))
+    assert len(seconds["w4a4"]) > len(seconds[LIMIT]) > 10
+    assert all(taken >= 0.0 for step in seconds.values() for taken in step.values())
+    (table,) = found["tables"]
+    assert [row[0] for row in table["rows"][-2:]] == ["all others", "the step"]
 
 
 def test_optimizer_runs(tmp_path: Path) -> None:
