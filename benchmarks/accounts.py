@@ -7,8 +7,9 @@ little. OpenMP's threads do spin; `benchmarks.ranks.start_ranks` tells them to s
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,7 +135,7 @@ def _sum(number: float) -> float:
 def account(
     step: Callable[[], None], variant: str, workload: Workload, token_ids: Tensor, *, rounds: int
 ) -> dict[str, Any]:
-    """Take a sharded step and its parts in turn, each by all ranks at once.
+    """Take a sharded step, which has run before, and its parts in turn, each by all ranks at once.
 
     Args:
         token_ids: this rank's share of the batch, (blocks, tokens).
@@ -147,24 +148,18 @@ def account(
     network = load_network(workload)
     alone, _ = make_steps([LIMIT, variant], network, token_ids)
     parts: dict[str, Callable[[], object]] = {STEP: step, UNSHARDED: alone[variant], PLAIN: alone[LIMIT]}
-    counted = {name: _sum(flops.count_flops(run)) for name, run in parts.items()}  # and warms them up
+    counted = {name: _sum(flops.count_flops(run)) for name, run in parts.items()}
     if variant != LIMIT:
         parts[OPTIMIZER] = _optimizer_step(network)
     if dist.get_world_size() > 1:
         parts[WIRE] = record(step)
     with CollectiveCounter() as moved:
-        parts.get(WIRE, lambda: None)()
-    seconds = measure_in_turn(parts, rounds=rounds)
-    return {"seconds": seconds, "flops": counted, "bytes": dict(moved.seen.num_bytes)}
-
-
-def measure_in_turn(parts: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, list[float]]:
-    """Return the processor seconds of every part, round by round, without a first one."""
+        for name in parts.keys() - counted.keys():  # the others ran when they were counted: what is kept is warm
+            parts[name]()
     seconds: dict[str, list[float]] = {name: [] for name in parts}
-    for _ in range(rounds + 1):
-        for name, run in parts.items():
-            seconds[name].append(processor_seconds(run))
-    return {name: taken[1:] for name, taken in seconds.items()}
+    for name, run in itertools.chain.from_iterable(parts.items() for _ in range(rounds)):
+        seconds[name].append(processor_seconds(run))
+    return {"seconds": seconds, "flops": counted, "bytes": dict(moved.seen.num_bytes)}
 
 
 def _optimizer_step(network: Any) -> Callable[[], object]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,13 +39,14 @@ class OperationTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seconds: Counter[str] = Counter()
+        self.seconds: Seconds = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let an operation run, and add its time to its kind's."""
+        name = kind(func, args)
         began = time.thread_time()
         result = func(*args, **(kwargs or {}))
-        self.seconds[kind(func, args)] += time.thread_time() - began
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.thread_time() - began
         return result
 
 
@@ -63,7 +64,7 @@ def time_operations(step: Callable[[], None]) -> Seconds:
     began = time.thread_time()
     with OperationTimer() as timer:
         step()
-    return {**timer.seconds, OUTSIDE: time.thread_time() - began - timer.seconds.total()}
+    return {**timer.seconds, OUTSIDE: time.thread_time() - began - sum(timer.seconds.values())}
 
 
 def measure(workload: Workload, variants: Sequence[str], *, repetitions: int) -> dict[str, Seconds]:
@@ -76,7 +77,7 @@ def measure(workload: Workload, variants: Sequence[str], *, repetitions: int) ->
     def keep(name: str) -> None:
         found[name].append(time_operations(steps[name]))
 
-    interleave({name: lambda name=name: keep(name) for name in steps}, repetitions=repetitions, warmup=1)
+    interleave({name: partial(keep, name) for name in steps}, repetitions=repetitions, warmup=1)
     return {name: _medians(made[1:]) for name, made in found.items()}
 
 

@@ -236,13 +236,13 @@ def _guard_figures(guard: UnshardGuard | None) -> dict[str, float]:
 def _count(step: Callable[[], None]) -> dict[str, Any]:
     """Count one step's collectives and operations."""
     with CollectiveCounter() as counter:
-        step()
+        operations = flops.count_flops(step)
     seen = counter.seen
     return {
         "collectives": dict(seen.counts),
         "bytes": dict(seen.num_bytes),
         "received_bytes": seen.received_bytes(world_size=dist.get_world_size()),
-        "flops": flops.count_flops(step),
+        "flops": operations,
     }
 
 

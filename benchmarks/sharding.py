@@ -158,16 +158,15 @@ def _account_cells(row: dict[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every variant, and write the figures."""
-    parser = facts.parser(__doc__, output="sharding.json", repetitions=2)
+    parser = facts.parser(__doc__, output="sharding.json", repetitions=1)
     parser.add_argument("--model", default="135m")
-    variants = [LIMIT, *QUANTIZERS, WHOLE]
-    parser.add_argument("--variants", nargs="+", default=variants, choices=variants)
+    parser.add_argument("--variants", nargs="+", default=[LIMIT, "w4a4"], choices=[LIMIT, *QUANTIZERS, WHOLE])
     parser.add_argument("--strategy", default="full", help="full, zero2, hybrid or hybrid_zero2")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4, help="blocks of all ranks together")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a block")
     parser.add_argument("--steps", type=int, default=2, help="steps of one run; their median is one sample")
-    parser.add_argument("--rounds", type=int, default=2, help="over the parts of a step, in each run")
+    parser.add_argument("--rounds", type=int, default=3, help="over the parts of a step, in each run")
     options = parser.parse_args(arguments)
     rows = []
     for variant in options.variants:
