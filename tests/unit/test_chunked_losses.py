@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from families import VOCABULARY, make_source, make_token_ids, rotated, wanted
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
