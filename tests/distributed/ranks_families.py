@@ -68,14 +68,14 @@ def make_source(name: str) -> Any:
     return source
 
 
-def load_sharded(source: Any, strategy: str) -> tuple[RotatedModel, Any]:
-    """Build a source model anew without memory, place, shard, and read it, as a run does."""
+def load_sharded(source: Any, strategy: str, **options: Any) -> tuple[RotatedModel, Any]:
+    """Build a source model anew without memory, place, shard (with more options of sharding), and read it, as a run."""
     with init_empty_weights(include_buffers=False):
         network = AutoModelForCausalLM.from_config(source.config).eval().requires_grad_(False)
     model = place(network, find_spec(network), ROTATION, QUANT, seed=0)
     effective = shard(
         network,
-        ShardingConfig(strategy),
+        ShardingConfig(strategy, **options),
         units=model.units,
         ignored=set(model.bank.parameters()),
         device_type="cpu",

@@ -11,17 +11,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 import torch
 import torch.distributed as dist
-from families import VOCABULARY, logits, make_token_ids
-from ranks_families import load_sharded, make_source
+from families import VOCABULARY, logits, make_token_ids, rotated
+from ranks_families import QUANT, ROTATION, load_sharded, make_source
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rotexp.rotation import readout
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.merge import merge, prepare
+from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.readout import measure
 from rotexp.sharding.guard import UnshardGuard, install
 from rotexp.sharding.local_rows import reshard
-from rotexp.sharding.options import SyncConfig, SyncMode
+from rotexp.sharding.options import Dtype, SyncConfig, SyncMode
+from rotexp.training.objectives import CrossEntropy, KLDivergence
 
 NAMES = ("qwen2", "gpt_neox", "gemma")
 """A head that is tied until R1 parts it from the embedding; norms that subtract means; gains with an offset."""
@@ -66,9 +69,44 @@ def _unshards(model: Any, token_ids: Tensor, guard: UnshardGuard) -> tuple[int, 
     return counts[0], counts[1]
 
 
+def train(name: str, strategy: str, **options: Any) -> dict[str, Any]:
+    """Return how far losses and gradients of a sharded model, all of it trained, are from the whole one's."""
+    source, token_ids = make_source(name), make_token_ids()
+    whole = rotated(source, ROTATION, QUANT)
+    sharded, _ = load_sharded(source, strategy, **options)
+    for model in (whole, sharded):
+        model.network.requires_grad_(True)
+    prepare(sharded)
+    found: dict[str, Any] = {}
+    for objective in (CrossEntropy(), KLDivergence()):
+        losses = [_learn(model, objective, token_ids) for model in (whole, sharded)]
+        (expected, gradients), (loss, others) = losses
+        errors = {key: relative_error(gradient, others[key]) for key, gradient in gradients.items()}
+        kind = type(objective).__name__
+        found[kind] = {"loss": abs(loss.item() - expected.item()), "value": loss, "errors": errors}
+    return found
+
+
+def _learn(model: RotatedModel, objective: Any, token_ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a loss and the whole gradient of everything that has one, which is forgotten."""
+    with model.mode.set(rotate=True, quantize=True):
+        loss = objective(model, token_ids)
+        loss.backward()
+    named = [(name, parameter.grad) for name, parameter in model.network.named_parameters()]
+    gradients = {name: full(gradient) for name, gradient in named if gradient is not None}
+    model.network.zero_grad()
+    return loss.detach(), gradients
+
+
+def full(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+
+
 def compare_all(strategies: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
     """Compare every model under every strategy, one after another in one process group."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     readout.CHUNK_BYTES = 4 * VOCABULARY * 7
-    return {(name, strategy): compare(name, strategy) for strategy in strategies for name in NAMES}
+    both = [(name, strategy) for strategy in strategies for name in NAMES]
+    found = {case: compare(*case) | {"trained": train(*case)} for case in both}
+    return found | {("cast", "full"): train("qwen2", "full", output_dtype=Dtype.bfloat16)}
