@@ -52,12 +52,18 @@ def limit_peak_bytes(shape: dict[str, int], *, tokens: int, itemsize: int) -> in
     return weight_bytes(shape, itemsize=itemsize) + kept + logits
 
 
-def rotated_peak_bytes(shape: dict[str, int], *, tokens: int, itemsize: int, quantized_weights: bool) -> int:
+def rotated_peak_bytes(
+    shape: dict[str, int], *, tokens: int, itemsize: int, quantized_weights: bool, coded_inputs: bool = False
+) -> int:
     """Return the least peak of a step that trains R1 and R2.
 
     On top of the limit: each rotation, its gradient and its successor; and by token and layer what the rotations'
     gradients need. Where weights are rotated, that is every distinct input of a weight. Where tokens are, it is what
     goes into each rotation: two inputs and two outputs of the residual stream's width, the heads' output and values.
+
+    Args:
+        quantized_weights: whether weights are rotated.
+        coded_inputs: whether their inputs are kept as codes of a byte.
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     head = hidden // shape["num_attention_heads"]
@@ -66,7 +72,7 @@ def rotated_peak_bytes(shape: dict[str, int], *, tokens: int, itemsize: int, qua
         features = 3 * hidden + shape["intermediate_size"]
     else:
         features = 5 * hidden + head * shape["num_key_value_heads"]
-    inputs = tokens * layers * features * itemsize
+    inputs = tokens * layers * features * (1 if coded_inputs else itemsize)
     return limit_peak_bytes(shape, tokens=tokens, itemsize=itemsize) + bank + inputs
 
 

@@ -63,6 +63,7 @@ def look(folder: Path) -> Iterator[Check]:
     yield accelerator()
     yield nccl()
     yield cores()
+    yield integer_units()
     yield memory()
     yield disk(folder)
     yield wandb_login()
@@ -124,6 +125,17 @@ def cores() -> Check:
     """Count the cores this process may use."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Check("cores", str(count))
+
+
+def integer_units() -> Check:
+    """Look for units on which codes of quantized weights and activations are multiplied."""
+    from rotexp.quant.integer_products import has_integer_units
+
+    if has_integer_units():
+        return Check(
+            "integer units", "AVX-512 VNNI: quantized weights and activations are multiplied as int8"
+        )
+    return Check("integer units", "no AVX-512 VNNI: quantized weights and activations are multiplied as values")
 
 
 def memory() -> Check:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -42,6 +43,8 @@ from benchmarks.variants import (
     twin,
 )
 from rotexp.models import load
+from rotexp.quant.integer_products import DIGITS, has_integer_units
+from rotexp.quant.options import Products
 
 ROOT = Path(__file__).parents[2]
 NANO = Workload("nano", batch=2, tokens=16)
@@ -164,14 +167,23 @@ def test_the_limit_counts_what_its_closed_form_demands() -> None:
     assert flops.count_flops(steps[LIMIT]) == demanded
 
 
+@pytest.mark.parametrize("products", Products)
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_rotated_steps_count_at_least_what_the_arithmetic_demands(quantizer: str) -> None:
-    network = load_network(NANO)
+def test_rotated_steps_count_at_least_what_the_arithmetic_demands(
+    quantizer: str, products: Products, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(QUANTIZERS, quantizer, replace(QUANTIZERS[quantizer], products=products))
+    network, shape = load_network(NANO), llama_shape("nano")
     steps, _ = make_steps([quantizer], network, NANO.token_ids(2048))
     steps[quantizer]()
     demanded = step.demanded_flops(network, NANO, quantizer)
     assert demanded is not None
-    assert demanded <= flops.count_flops(steps[quantizer]) < 2 * demanded
+    counted = flops.count_operations(steps[quantizer])
+    once = 2 * NANO.batch * NANO.tokens * shape["num_hidden_layers"] * flops.layer_weights(shape)
+    integers = quantizer == "w4a4" and products is Products.auto and has_integer_units()
+    # Forward codes times codes; backward codes times each digit of the gradient, for the input and for the rotations.
+    assert counted.integer == (once * (1 + 2 * DIGITS[torch.float32]) if integers else 0)
+    assert demanded <= counted.floating + (3 * once if integers else 0) < 2 * demanded
 
 
 def test_quantized_weights_cost_the_same_rotations_whatever_the_tokens() -> None:
@@ -213,8 +225,10 @@ def test_the_closed_form_of_a_rotated_step_is_a_lower_bound(quantizer: str) -> N
     kept = footprint.count_kept_bytes(
         lambda: body.model(token_ids, use_cache=False).last_hidden_state, parameters=tensors
     )
+    quantized = QUANTIZERS[quantizer].weights.enabled
+    coded = quantized and has_integer_units()
     sizes = {"tokens": 128, "itemsize": 4}
-    least = footprint.rotated_peak_bytes(shape, **sizes, quantized_weights=QUANTIZERS[quantizer].weights.enabled)
+    least = footprint.rotated_peak_bytes(shape, **sizes, quantized_weights=quantized, coded_inputs=coded)
     outside = footprint.weight_bytes(shape, itemsize=4) + 128 * shape["vocab_size"] * 12
     bank = 3 * sum(matrix.numel() * 4 for matrix in model.bank.parameters())
     assert kept >= 0.97 * (least - outside - bank)
