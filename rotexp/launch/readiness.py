@@ -132,9 +132,7 @@ def integer_units() -> Check:
     from rotexp.quant.integer_products import has_integer_units
 
     if has_integer_units():
-        return Check(
-            "integer units", "AVX-512 VNNI: quantized weights and activations are multiplied as int8"
-        )
+        return Check("integer units", "AVX-512 VNNI: quantized weights and activations are multiplied as int8")
     return Check("integer units", "no AVX-512 VNNI: quantized weights and activations are multiplied as values")
 
 
