@@ -117,8 +117,9 @@ def cayley_flops(order: int, *, count: int = 1) -> int:
 def rotation_flops(shape: dict[str, int], *, tokens: int, quantized_weights: bool) -> int:
     """Return what R1 and R2 add to `limit_flops` at least.
 
-    Quantized weights must be rotated themselves: one product forward and one for the rotation's gradient. Elsewhere the
-    cheaper side is rotated: the weights so, or the tokens by one product forward and two backward.
+    Quantized weights must be rotated themselves: one product forward and one for the rotation's gradient; embedding and
+    head, which are not quantized, or their tokens, whichever is cheaper. Where no weight is quantized, only inputs are
+    rotated, to be quantized.
 
     Args:
         tokens: of the whole batch.
@@ -126,15 +127,22 @@ def rotation_flops(shape: dict[str, int], *, tokens: int, quantized_weights: boo
     hidden, intermediate = shape["hidden_size"], shape["intermediate_size"]
     width = hidden // shape["num_attention_heads"]
     keys = width * shape["num_key_value_heads"]
-    residual = (hidden + 2 * keys, 2 * intermediate, hidden, intermediate)  # attention, MLP, and what both write
+    attention, mlp = hidden + 2 * keys, 2 * intermediate  # outputs of what reads the residual stream
+    if not quantized_weights:
+        inputs = ((hidden * hidden, attention), (hidden * hidden, mlp), (hidden * width, hidden))
+        return shape["num_hidden_layers"] * sum(_input(size, outputs, tokens) for size, outputs in inputs)
+    residual = (attention, mlp, hidden, intermediate)  # and what attention and MLP write
     head = ((keys, hidden), (hidden, hidden))  # values and output, by head
-    layer = sum(_side(hidden * hidden, vectors, tokens, quantized_weights) for vectors in residual)
-    layer += sum(_side(features * width, vectors, tokens, quantized_weights) for features, vectors in head)
-    ends = 2 * _side(hidden * hidden, shape["vocab_size"], tokens, False)
+    layer = sum(2 * 2 * vectors * hidden * hidden for vectors in residual)
+    layer += sum(2 * 2 * vectors * features * width for features, vectors in head)
+    ends = 2 * min(2 * 2 * shape["vocab_size"], 3 * 2 * tokens) * hidden * hidden
     return shape["num_hidden_layers"] * layer + ends
 
 
-def _side(multiplications: int, vectors: int, tokens: int, quantized_weights: bool) -> int:
-    """Return the cost of rotating a weight of so many vectors, or the tokens, by so many multiplications each."""
-    of_weights, of_tokens = 2 * 2 * vectors * multiplications, 3 * 2 * tokens * multiplications
-    return of_weights if quantized_weights else min(of_weights, of_tokens)
+def _input(multiplications: int, outputs: int, tokens: int) -> int:
+    """Return the cost of quantizing an input in a rotated basis, by so many multiplications a token.
+
+    The input is rotated, and its errors times the gradient are the rotation's. In between either the errors are rotated
+    back or, if its outputs are fewer than tokens, the weight is rotated, whose own gradient nobody needs.
+    """
+    return 2 * (2 * tokens + min(tokens, outputs)) * multiplications

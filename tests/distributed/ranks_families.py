@@ -48,8 +48,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 ROTATION = RotationConfig(r1=True, r2=True, r3=None, r4=True, init=RotationInit.random)
 ASYMMETRIC = QuantSpec(4, symmetric=False)
-QUANT = QuantConfig(weights=QuantSpec(4, symmetric=True, clip_search=True), activations=ASYMMETRIC, kv=ASYMMETRIC)
-"""That of `quant=w4a4kv4`, which is the default but for the cache."""
+WEIGHTS = QuantSpec(4, symmetric=True, clip_search=True)
+QUANTS = {
+    "w4a4kv4": QuantConfig(weights=WEIGHTS, activations=ASYMMETRIC, kv=ASYMMETRIC),
+    "w16a4": QuantConfig(activations=ASYMMETRIC),
+}
+"""Those of the same names: the default but for the cache, and rotations within the quantizers of inputs."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,13 @@ def make_source(name: str) -> Any:
     return source
 
 
-def load_sharded(source: Any, strategy: str, **options: Any) -> tuple[RotatedModel, Any]:
+def load_sharded(
+    source: Any, strategy: str, quant: QuantConfig | None = None, **options: Any
+) -> tuple[RotatedModel, Any]:
     """Build a source model anew without memory, place, shard (with more options of sharding), and read it, as a run."""
     with init_empty_weights(include_buffers=False):
         network = AutoModelForCausalLM.from_config(source.config).eval().requires_grad_(False)
-    model = place(network, find_spec(network), ROTATION, QUANT, seed=0)
+    model = place(network, find_spec(network), ROTATION, QUANT if quant is None else quant, seed=0)
     effective = shard(
         network,
         ShardingConfig(strategy, **options),
@@ -94,12 +100,12 @@ def gradients(model: RotatedModel, token_ids: Tensor) -> dict[str, Tensor]:
     return {name: matrix.grad for name, matrix in model.bank.items() if matrix.grad is not None}
 
 
-def compare(name: str, strategy: str) -> dict[str, Any]:
+def compare(name: str, strategy: str, quant: QuantConfig) -> dict[str, Any]:
     """Return how far a sharded model is from its source, and its gradients from the whole model's."""
     source, token_ids = make_source(name), make_token_ids()
     original = source(token_ids, use_cache=False).logits
-    expected = gradients(rotated(source, ROTATION, QUANT), token_ids)
-    model, effective = load_sharded(source, strategy)
+    expected = gradients(rotated(source, ROTATION, quant), token_ids)
+    model, effective = load_sharded(source, strategy, quant)
     errors = {"loaded": relative_error(original, logits(model, token_ids, rotate=False))}
     prepare(model)
     errors["prepared"] = relative_error(original, logits(model, token_ids))
@@ -120,8 +126,8 @@ def compare(name: str, strategy: str) -> dict[str, Any]:
     }
 
 
-def compare_all(strategies: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Compare every family under every strategy, one after another in one process group."""
+def compare_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Compare every family in every case, a strategy and a quantization, one after another in one process group."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    return {(name, strategy): compare(name, strategy) for strategy in strategies for name in CHANGES}
+    return {(*case, name): compare(name, case[0], QUANTS[case[1]]) for case in cases for name in CHANGES}

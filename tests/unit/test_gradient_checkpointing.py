@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, OPTConfig
@@ -19,10 +20,10 @@ from rotexp.training.objectives import CrossEntropy
 from rotexp.training.options import TrainConfig
 
 
-def gradients(*, checkpointed: bool) -> tuple[list[torch.Tensor], int]:
+def gradients(weights: QuantSpec, *, checkpointed: bool) -> tuple[list[torch.Tensor], int]:
     """Return the rotations' gradients, and how often the first layer's MLP ran."""
     checkpoint = open_checkpoint(ModelConfig(name="random", source=ModelSource.random, size="nano"), seed=0)
-    quant = QuantConfig("w4a4", weights=QuantSpec(4), activations=QuantSpec(4, symmetric=False))
+    quant = QuantConfig("some", weights=weights, activations=QuantSpec(4, symmetric=False))
     config = Config(quant=quant, train=TrainConfig(gradient_checkpointing=checkpointed))
     model = build_for_run(checkpoint, config, dtype=torch.float32)
     materialize(model.network, checkpoint, device=torch.device("cpu"), added=model.added)
@@ -34,9 +35,10 @@ def gradients(*, checkpointed: bool) -> tuple[list[torch.Tensor], int]:
     return [matrix.grad for matrix in model.bank.parameters() if matrix.grad is not None], len(runs)
 
 
-def test_layers_are_recomputed_and_gradients_stay() -> None:
-    plain, once = gradients(checkpointed=False)
-    recomputed, twice = gradients(checkpointed=True)
+@pytest.mark.parametrize("weights", [QuantSpec(4), QuantSpec()], ids=["w4a4", "w16a4"])
+def test_layers_are_recomputed_and_gradients_stay(weights: QuantSpec) -> None:
+    plain, once = gradients(weights, checkpointed=False)
+    recomputed, twice = gradients(weights, checkpointed=True)
     assert (once, twice) == (1, 2)
     assert len(plain) == 3
     for one, other in zip(plain, recomputed, strict=True):
