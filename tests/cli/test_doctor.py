@@ -39,7 +39,8 @@ def run(*arguments: str, place: Path) -> tuple[int, str, str]:
 def test_everything_looked_for_is_in_one_table_with_a_remedy_for_what_is_missing(tmp_path: Path) -> None:
     code, output, errors = run("--strict", place=tmp_path)
     assert (code, errors) == (0, "")
-    names = ("libraries torch", "accelerator", "nccl", "cores", "integer units", "memory", "disk", "wandb login", "hub", "extra gguf")
+    machine = ("accelerator", "nccl", "cores", "integer units", "memory", "disk")
+    names = ("libraries torch", *machine, "wandb login", "hub", "extra gguf")
     places = [output.index(name) for name in names]
     assert places == sorted(places)
     assert "wandb login none, runs are recorded offline wandb login; python -m rotexp.upload DIR uploads" in output
