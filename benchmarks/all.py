@@ -62,6 +62,7 @@ PROGRAMS = (
     Program("optimizer", "--repetitions 7", "--sets '48² + 2 × 12²' --repetitions 1"),
     Program("quantizers", "--repetitions 7", "--shapes 32x48 --repetitions 1"),
     Program("sharding", "", "--model nano --ranks 2 --batch 2 --tokens 8 --repetitions 1 --variants w4a4"),
+    Program("own_rows", "", "--models nano"),
     Program("trained_memory", "--model nano", "--model nano --tokens 8 --strategies no_shard"),
     Program("startup", "--models tiny --repetitions 3", "--models --repetitions 1"),
     Program("overhead", "--repetitions 6", f"--runs 'rotations, full' --repetitions 1 {TINY_RUN}"),
@@ -125,7 +126,8 @@ def render(folder: Path, programs: Sequence[Program], failures: dict[str, str]) 
         file = folder / f"{program.name}.json"
         found = facts.read_json(file) if file.exists() else None
         said = failures.get(program.name, "not measured at this commit")
-        missing = f"MISSING: `python -m benchmarks.{program.module} {program.arguments}`: {said}"
+        command = f"python -m benchmarks.{program.module} {program.arguments}".strip()
+        missing = f"MISSING: `{command}`: {said}"
         runs.setdefault(program.module, []).append(page.figures(found) if found else missing)
         rows.append([program.name, *(_cells(found) if found else ["–", "–", f"MISSING: {said}"])])
     times = facts.make_table("What each program took", ("program", "seconds", "load", "figures"), rows)

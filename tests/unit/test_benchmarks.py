@@ -19,6 +19,7 @@ from benchmarks import (
     memory,
     operations,
     overhead,
+    own_rows,
     peers,
     plot,
     quantizers,
@@ -363,6 +364,20 @@ def test_sharding_runs_and_counts_collectives(tmp_path: Path) -> None:
     assert row["received_bytes"] > 0
     assert row["account"]["bytes"] == row["bytes"], "what is taken apart moves as many bytes as the step"
     assert row["account"]["extra"] > row["account"]["parts"]["wire"] > 0.0
+
+
+def test_own_rows_are_counted(tmp_path: Path) -> None:
+    output = tmp_path / "own_rows.json"
+    own_rows.main(["--models", "nano", "--output", str(output)])
+    by_world = {(row["strategy"], row["ranks"]): row for row in facts.read_json(output)["figures"]["own_rows"]}
+    full, zero2 = by_world["full", 4], by_world["zero2", 4]
+    # A plain reader's weight is multiplied by R1 in each forward and once for R1's gradient, by every rank or by one.
+    readers = 2 * 48**2 * (48 + 24 + 80 + 80)
+    assert full["whole"]["multiply_adds"] - zero2["whole"]["multiply_adds"] > readers
+    assert full["divided"]["multiply_adds"] == zero2["divided"]["multiply_adds"] > 2 * readers / 4
+    assert full["divided"]["multiply_adds"] < full["whole"]["multiply_adds"] / 4
+    assert by_world["hybrid", 2]["divided"]["multiply_adds"] == 2 * full["divided"]["multiply_adds"]
+    assert by_world["full", 64]["cpu"] == "none", "48 rows are no fair shares of 64 ranks"
 
 
 def test_startup_runs(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def will_divide(linear: RotatedLinear, sharding: ShardingConfig, where: ShardedO
     Args:
         where: the ranks over which the weight is going to be sharded.
     """
-    shape = _sharded_shape(linear, sharding, where) if _can_divide(sharding) else None
+    shape = sharded_shape(linear, sharding, where) if _can_divide(sharding) else None
     return shape is not None and shape.is_cheaper_divided
 
 
@@ -141,7 +141,7 @@ def _divided_weights(group: Any, sharding: ShardingConfig, communication: Commun
         ranks = mesh.size(-1)
         held = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
         where = ShardedOver(ranks, mesh.size() // ranks, held.itemsize, mesh.device_type)
-        shape = _sharded_shape(linear, sharding, where)
+        shape = sharded_shape(linear, sharding, where)
         if shape is not None and shape.is_cheaper_divided:
             own = _own_rows(linear, communication.over(mesh.get_group(mesh.ndim - 1)), within=not shape.exchanged)
             weight = DividedWeight(parameter, own, quantizer=linear.weight_quantizer, mode=linear.mode)
@@ -154,7 +154,7 @@ def _own_rows(linear: RotatedLinear, ranks: Communication, *, within: bool) -> O
     return OwnRows(quantizer, linear.input_rotation, linear.output_rotation, linear.output_rows, ranks, within)
 
 
-def _sharded_shape(linear: RotatedLinear, sharding: ShardingConfig, where: ShardedOver) -> ShardedShape | None:
+def sharded_shape(linear: RotatedLinear, sharding: ShardingConfig, where: ShardedOver) -> ShardedShape | None:
     """Return what decides about a weight, or None where its rows are no fair share, or nothing is quantized."""
     shape, spec, after = linear.shape(), linear.weight_quantizer.spec, linear.output_rotation
     blocks = after is None or (linear.output_rows is None and (shape.outputs // where.ranks) % shape.output_order == 0)
