@@ -82,13 +82,16 @@ def measure(program: Program, folder: Path, *, commit: str | None, quick: bool) 
         Why there are no figures, or None.
 
     Raises:
-        ChangedError: the figures that came are of another commit; they are not kept.
+        ChangedError: the working tree is of another commit before or after; then no figures are kept.
     """
     output = folder / f"{program.name}.json"
     if output.exists():
         print(f"{program.name}: measured before", flush=True)
         return None
+    if facts.commit() != commit:
+        raise ChangedError(f"the working tree changed; go back to {commit} and run again")
     fresh, log = folder / f"{program.name}.new", folder / f"{program.name}.log"
+    fresh.unlink(missing_ok=True)
     print(f"{program.name}: up to {program.minutes:.0f} min", end=" ", flush=True)
     began = time.monotonic()
     failure = _run(program.command(fresh, quick=quick), log, seconds=60 * program.minutes)
@@ -130,6 +133,8 @@ def render(folder: Path, programs: Sequence[Program], failures: dict[str, str]) 
         missing = f"MISSING: `{command}`: {said}"
         runs.setdefault(program.module, []).append(page.figures(found) if found else missing)
         rows.append([program.name, *(_cells(found) if found else ["–", "–", f"MISSING: {said}"])])
+    total = sum(facts.read_json(file)["seconds"] for file in folder.glob("*.json"))
+    rows.append(["all", f"{total:.0f}", "–", "–"])
     times = facts.make_table("What each program took", ("program", "seconds", "load", "figures"), rows)
     return {name: page.section(name, said) for name, said in {"all": [page.table(times)], **runs}.items()}
 
@@ -148,7 +153,12 @@ def measure_all(chosen: Sequence[Program], folder: Path, *, commit: str | None, 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, and rewrite the page."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--programs", nargs="+", choices=[program.name for program in PROGRAMS], help="only these")
+    parser.add_argument(
+        "--programs",
+        nargs="+",
+        choices=[program.name for program in PROGRAMS],
+        help="only these; of others, what is there",
+    )
     parser.add_argument("--folder", type=Path, default=facts.ROOT / "runs" / "benchmarks", help="of commits' folders")
     parser.add_argument("--page", type=Path, default=page.PAGE, help="the file between whose marks the tables go")
     parser.add_argument("--quick", action="store_true", help="smallest sizes, of changed files too: for tests")
@@ -165,6 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         failures = measure_all(chosen, folder, commit=commit, quick=options.quick)
     except ChangedError as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command goes on with what is missing")
     text = page.rewrite(options.page.read_text(encoding="utf-8"), render(folder, PROGRAMS, failures))
     options.page.write_text(text, encoding="utf-8")
     print(f"{options.page}: tables of {commit}; JSON and logs in {folder}")

@@ -56,11 +56,17 @@ def test_only_what_is_missing_is_measured(tmp_path: Path) -> None:
     assert calls.read_text().count("called") == 2, "one of each: what was there is not measured again"
 
 
-def test_figures_of_another_commit_are_not_kept(tmp_path: Path) -> None:
-    works = Script("fake", script=WRITES.format(calls=tmp_path / "calls"))
-    with pytest.raises(ChangedError, match="changed while it ran"):
+def test_figures_of_another_commit_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = tmp_path / "calls"
+    works = Script("fake", script=WRITES.format(calls=calls))
+    with pytest.raises(ChangedError, match="tree changed; go back to 0123456789ab"):
         measure(works, folder=tmp_path, commit="0123456789ab")
-    assert not [*tmp_path.glob("fake*.json")]
+    assert not calls.exists()
+    monkeypatch.setattr(facts, "commit", lambda: "0123456789ab")
+    with pytest.raises(ChangedError, match="changed while it ran"):
+        measure(works, folder=tmp_path)
+    assert calls.exists()
+    assert {file.suffix for file in tmp_path.glob("fake*")} == {".log"}
 
 
 def test_the_page_shows_one_commit_and_says_what_is_missing(tmp_path: Path) -> None:
