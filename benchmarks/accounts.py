@@ -126,6 +126,11 @@ def processor_seconds(run: Callable[[], object]) -> float:
     return _sum(time.process_time() - began)
 
 
+def waiting() -> float:
+    """Return the processor time that all ranks take while they wait a second for the first."""
+    return processor_seconds(lambda: time.sleep(0 if dist.get_rank() else 1))
+
+
 def _sum(number: float) -> float:
     total = torch.tensor([number], dtype=torch.float64)
     dist.all_reduce(total)
@@ -143,7 +148,7 @@ def account(
     Returns:
         `seconds` of all ranks by part, round by round: the step; the same step of an unsharded model, every rank on its
         share; the plain forward and backward of that model; the optimizer's step; the bytes moved. `flops` of all
-        ranks, of the first three; `bytes` by collective, as the last part moves them.
+        ranks, of the first three; `bytes` by collective, as the last part moves them; `waiting`.
     """
     network = load_network(workload)
     alone, _ = make_steps([LIMIT, variant], network, token_ids)
@@ -159,7 +164,7 @@ def account(
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     for name, run in itertools.chain.from_iterable(parts.items() for _ in range(rounds)):
         seconds[name].append(processor_seconds(run))
-    return {"seconds": seconds, "flops": counted, "bytes": dict(moved.seen.num_bytes)}
+    return {"seconds": seconds, "flops": counted, "bytes": dict(moved.seen.num_bytes), "waiting": waiting()}
 
 
 def _optimizer_step(network: Any) -> Callable[[], object]:

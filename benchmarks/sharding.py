@@ -30,8 +30,8 @@ PARTS = {
 }
 """The columns of the table."""
 
-Account = dict[str, dict[str, float]]
-"""`seconds` and `flops` of all ranks by part, and `bytes` by collective, as `benchmarks.accounts` says."""
+Account = dict[str, Any]
+"""What `benchmarks.accounts.account` returns, with the medians of its seconds."""
 
 
 def measure(request: RankRequest, *, world_size: int, repetitions: int) -> dict[str, Any]:
@@ -84,6 +84,7 @@ def _accounts(runs: Sequence[dict[str, Any]]) -> Account:
         },
         "flops": accounts[0]["flops"],
         "bytes": accounts[0]["bytes"],
+        "waiting": accounts[0]["waiting"],
     }
 
 
@@ -107,7 +108,7 @@ def explain(alone: Account, shared: Account) -> dict[str, Any]:
         "optimizer": many.get(OPTIMIZER, 0.0) - one.get(OPTIMIZER, 0.0),
         "wire": many[WIRE],
     }
-    found = {"alone": one, "shared": many, "bytes": shared["bytes"]}
+    found = {"alone": one, "shared": many, "bytes": shared["bytes"], "waiting": shared["waiting"]}
     return {**found, "extra": extra, "parts": parts, "explained": sum(parts.values()) / extra}
 
 
@@ -143,7 +144,17 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def account_table(rows: Sequence[dict[str, Any]]) -> facts.Table:
     """Return where the processor time goes, for people."""
-    columns = ("variant", "1 rank", "all ranks", "extra", *PARTS.values(), "explained", "target", "met")
+    columns = (
+        "variant",
+        "1 rank",
+        "all ranks",
+        "extra",
+        *PARTS.values(),
+        "explained",
+        "target",
+        "met",
+        "a second's waiting",
+    )
     return facts.make_table("Processor seconds of all ranks, a step", columns, [_account_cells(row) for row in rows])
 
 
@@ -152,7 +163,12 @@ def _account_cells(row: dict[str, Any]) -> list[str]:
     seconds = [account["alone"][STEP], account["shared"][STEP], account["extra"]]
     seconds += [account["parts"][part] for part in PARTS]
     met = "yes" if EXPLAINED <= account["explained"] <= 2 - EXPLAINED else "MISSED"
-    shares = [f"{100 * account['explained']:.0f} %", f"{100 * EXPLAINED:.0f} to {100 * (2 - EXPLAINED):.0f} %", met]
+    shares = [
+        f"{100 * account['explained']:.0f} %",
+        f"{100 * EXPLAINED:.0f} to {100 * (2 - EXPLAINED):.0f} %",
+        met,
+        f"{account['waiting']:.3f}",
+    ]
     return [row["variant"], *(f"{second:.2f}" for second in seconds), *shares]
 
 

@@ -7,7 +7,7 @@ from benchmarks.accounts import OPTIMIZER, PLAIN, STEP, UNSHARDED, WIRE
 
 
 def account(seconds: dict[str, float], flops: dict[str, float]) -> sharding.Account:
-    return {"seconds": seconds, "flops": flops, "bytes": {}}
+    return {"seconds": seconds, "flops": flops, "bytes": {}, "waiting": 0.0}
 
 
 def test_extra_processor_time_is_split_into_parts() -> None:
