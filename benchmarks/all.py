@@ -66,7 +66,7 @@ PROGRAMS = (
     Program("trained_memory", "--model nano", "--model nano --tokens 8 --strategies no_shard"),
     Program("startup", "--models tiny --repetitions 3", "--models --repetitions 1"),
     Program("overhead", "--repetitions 6", f"--runs 'rotations, full' --repetitions 1 {TINY_RUN}"),
-    Program("sync_modes", "--repetitions 2", f"--repetitions 1 sharding=full train.steps=2 {TINY_RUN}"),
+    Program("sync_modes", "--repetitions 2", f"--modes event --repetitions 1 sharding=full train.steps=2 {TINY_RUN}"),
 )
 """In the order of the page. A new program is a line here: its section comes at the page's end until it is moved."""
 

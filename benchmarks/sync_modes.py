@@ -39,16 +39,16 @@ def run(mode: str, overrides: Sequence[str], folder: Path) -> dict[str, Any]:
     }
 
 
-def compare(overrides: Sequence[str], *, repetitions: int) -> list[dict[str, Any]]:
-    """Run every mode `repetitions` times, in turn, and return one row a mode."""
+def compare(overrides: Sequence[str], *, modes: Sequence[str] = MODES, repetitions: int) -> list[dict[str, Any]]:
+    """Run every mode, `off` among them, `repetitions` times, in turn, and return one row a mode."""
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
 
         def keep(mode: str) -> None:
             runs.append(run(mode, overrides, Path(place) / f"{mode}-{len(runs)}"))
 
-        interleave({mode: partial(keep, mode) for mode in MODES}, repetitions=repetitions, warmup=0)
-    return [row(mode, runs) for mode in MODES]
+        interleave({mode: partial(keep, mode) for mode in modes}, repetitions=repetitions, warmup=0)
+    return [row(mode, runs) for mode in modes]
 
 
 def row(mode: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -82,8 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Compare the modes and write the figures."""
     parser = facts.parser(__doc__, output="sync_modes.json", repetitions=3)
     parser.epilog = f"Further arguments are overrides in place of: {' '.join(DEFAULTS)}"
+    parser.add_argument("--modes", nargs="+", default=MODES[1:], choices=MODES[1:], help="beside off")
     options, overrides = parser.parse_known_args(arguments)
-    rows = compare(overrides or DEFAULTS, repetitions=options.repetitions)
+    rows = compare(overrides or DEFAULTS, modes=(MODES[0], *options.modes), repetitions=options.repetitions)
     facts.report(options.output, [table(rows)], {"sync_modes": rows})
 
 
