@@ -71,6 +71,8 @@ def cut_to(corpus: Corpus, max_characters: int | None) -> tuple[Corpus, list[str
     longer = [
         f"data.{name}" for name, text in texts.items() if max_characters is not None and len(text) > max_characters
     ]
+    if not longer:
+        return corpus, []
     return Corpus(**{name: text[:max_characters] for name, text in texts.items()}), longer
 
 

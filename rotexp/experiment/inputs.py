@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ USUAL_SHARE = 0.05
 """Of whole lines and sentences that unrelated texts may have in common; the built-in ones have 2.6% at the defaults."""
 
 
+BuiltinCorpus = Callable[[], Corpus]
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Checked inputs, picklable for the ranks.
@@ -52,13 +55,16 @@ class Inputs:
     warnings: tuple[str, ...] = ()
 
 
-def read_corpus(data: DataConfig) -> tuple[Corpus, list[str]]:
+def read_corpus(data: DataConfig, *, builtin: BuiltinCorpus = builtin_corpus) -> tuple[Corpus, list[str]]:
     """Read calibration and evaluation text; return them, and what people may not expect of them.
+
+    Args:
+        builtin: returns the built-in texts where those are asked for.
 
     Raises:
         ValueError: a file is missing or unreadable, the hub did not give the data set, or both are the same text.
     """
-    corpus, longer = read_within_limit(data)
+    corpus, longer = read_within_limit(data, builtin=builtin)
     if corpus.calibration_spelling == corpus.evaluation_spelling:
         calibration, evaluation = f"data.calibration={data.calibration}", f"data.evaluation={data.evaluation}"
         if data.target is not None:
@@ -71,22 +77,22 @@ def read_corpus(data: DataConfig) -> tuple[Corpus, list[str]]:
     return corpus, [f"{limit}: {key} is longer, and no more of it is read; null reads all" for key in longer]
 
 
-def read_within_limit(data: DataConfig) -> tuple[Corpus, list[str]]:
+def read_within_limit(data: DataConfig, *, builtin: BuiltinCorpus = builtin_corpus) -> tuple[Corpus, list[str]]:
     """Read both texts, whatever they hold, up to the limit; return them, and the keys of those that were longer.
 
     Raises:
         ValueError: a file is missing or unreadable, or the hub did not give the data set.
     """
-    return cut_to(_read_whole_corpus(data), data.max_characters)
+    return cut_to(_read_whole_corpus(data, builtin), data.max_characters)
 
 
-def _read_whole_corpus(data: DataConfig) -> Corpus:
+def _read_whole_corpus(data: DataConfig, builtin: BuiltinCorpus) -> Corpus:
     """Read both texts, of the user's own no more than is needed to see whether they are longer than the limit."""
     match data.source:
         case None:
             return _read_own(data)
         case DataSource.builtin:
-            return builtin_corpus()
+            return builtin()
         case DataSource.wikitext2:
             return wikitext2_corpus(path=data.path or "Salesforce/wikitext", revision=data.revision)
         case DataSource.text:
@@ -123,13 +129,16 @@ def _read_texts(data: DataConfig) -> Corpus:
     return Corpus(*(text.read(field=data.field, at_most=at_most) for text in (calibration, evaluation)))
 
 
-def open_inputs(config: Config) -> Inputs:
+def open_inputs(config: Config, *, builtin: BuiltinCorpus = builtin_corpus) -> Inputs:
     """Open the text and the model, and try every placement on the empty model.
+
+    Args:
+        builtin: returns the built-in texts where those are asked for.
 
     Raises:
         ValueError: anything about the request that cannot work; nothing was loaded or started then.
     """
-    corpus, warnings = read_corpus(config.data)
+    corpus, warnings = read_corpus(config.data, builtin=builtin)
     checkpoint = open_checkpoint(config.model, seed=config.seed)
     _check_lengths(config, checkpoint)
     tokenizer = load_tokenizer(checkpoint)

@@ -11,10 +11,12 @@ from typing import Any
 
 from rotexp.config.schema import Config
 from rotexp.config.validation import validate_world
+from rotexp.data.reading_ahead import reading_ahead
 from rotexp.experiment.beginning import Beginning, check_model, find_beginning
 from rotexp.files.folders import claimed
 from rotexp.launch.ending import LastResort, recorded
 from rotexp.launch.options import LaunchKind
+from rotexp.process.imports import uncollected
 from rotexp.process.outer import adopt, is_first
 from rotexp.process.signals import StopRequest, interruptible, watched
 from rotexp.sharding.options import SyncMode
@@ -28,21 +30,22 @@ def start(config: Config, folder: Path) -> int:
         ValueError: the request is wrong; nothing was started or written then.
     """
     last_resort = LastResort(config)
-    with interruptible() as stop, watched(last_resort.act):
+    with interruptible() as stop, watched(last_resort.act), reading_ahead(config.data) as builtin:
         parent = config.launch.nnodes > 1 and "RANK" not in os.environ  # even where SLURM started one task a node
         adopted = None if parent else adopt()
-        world_size = int(adopted["WORLD_SIZE"]) if adopted else choose_world_size(config)
-        validate_world(config, world_size=world_size)
-        check_machine(config)
-        beginning = find_beginning(config, folder) if adopted is None else Beginning()
-        from rotexp.experiment.inputs import open_inputs
-        from rotexp.models.load import resolve_model
-        from rotexp.tracking.recording import check_own_tracker
-        from rotexp.training.parts import check_parts
+        with uncollected():
+            world_size = int(adopted["WORLD_SIZE"]) if adopted else choose_world_size(config)
+            validate_world(config, world_size=world_size)
+            check_machine(config)
+            beginning = find_beginning(config, folder) if adopted is None else Beginning()
+            from rotexp.experiment.inputs import open_inputs
+            from rotexp.models.load import resolve_model
+            from rotexp.tracking.recording import check_own_tracker
+            from rotexp.training.parts import check_parts
 
         check_parts(config)
         check_own_tracker(config.tracker)
-        inputs = open_inputs(config)
+        inputs = open_inputs(config, builtin=builtin)
         check_model(beginning, inputs.checkpoint.identity)
         config = replace(config, model=resolve_model(config.model, inputs.checkpoint))
         if adopted is not None:
