@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from rotexp.data.chunks import chunks
+from rotexp.data.parts import ids_of
 from rotexp.errors.library import quiet_if_refused, refused
 
 TokenBlocks = NDArray[np.int64]
@@ -84,7 +85,7 @@ def _tokenize_chunk(chunk: str, tokenizer: Any, *, key: str) -> NDArray[np.int64
     """Return the token ids (tokens,) of one chunk; what is written meanwhile is held back for no longer than it."""
     line = f"{key}: the tokenizer cannot read the text"
     with refused(lambda reason: f"{line} ({reason}); use the model's own tokenizer"), quiet_if_refused():
-        ids = tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = ids_of(chunk, tokenizer)
         return np.asarray([NO_ID if token_id is None else token_id for token_id in ids], dtype=np.int64)
 
 
