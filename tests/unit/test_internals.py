@@ -119,7 +119,7 @@ def test_a_field_that_torch_renames_is_missed(need: Internals) -> None:
 
 def test_a_run_is_refused_before_its_model_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(FSDPParamGroup, "wait_for_unshard", takes_a_stream)
-    monkeypatch.setattr(inputs, "open_inputs", lambda _config: pytest.fail("the model was opened"))
+    monkeypatch.setattr(inputs, "open_inputs", lambda *_args, **_options: pytest.fail("the model was opened"))
     with pytest.raises(ValueError, match=r"^sync_mode=selective: torch .* has FSDPParamGroup\.wait_for_unshard"):
         start(request(sync_mode=SyncMode.selective), tmp_path / "run")
     assert not (tmp_path / "run").exists()
