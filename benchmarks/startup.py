@@ -1,17 +1,21 @@
-"""Time from a command to its help text and to its first training step: `python -m benchmarks.startup`."""
+"""Time from a command to its help text and its first training step, and imports: `python -m benchmarks.startup`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil  # type: ignore[import-untyped]
 
 from benchmarks import facts
 from benchmarks.timing import Spread, interleave, spread
@@ -22,6 +26,9 @@ POLL_SECONDS = 0.01
 BARE = "import torch, transformers"
 """What any program of this kind must import: the limit that a first step is measured against."""
 
+BASE_CLASS = "import torch, transformers.modeling_utils"
+"""What any program must import that runs a model of transformers': the module of the class that all of them have."""
+
 HELP_LIMIT = "import hydra.main"
 """What a help text is measured against: it should take no more than four times as long."""
 
@@ -29,24 +36,31 @@ ENTRIES = ("train", "evaluate", "export", "inspect", "report", "upload", "dashbo
 
 SHORT = ("tracker=jsonl", "train.steps=1", "evaluation.max_windows=1")
 
+SHOWN_SECONDS = 0.05
+"""Packages that take less to import are shown as one."""
 
-def run_command(arguments: Sequence[str]) -> None:
-    """Run Python with some arguments to its end.
+
+def run_command(arguments: Sequence[str]) -> str:
+    """Run Python with some arguments to its end, and return what it wrote to standard error.
 
     Raises:
         subprocess.CalledProcessError: it failed.
     """
-    subprocess.run(
+    ended = subprocess.run(
         [sys.executable, *arguments],
         check=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        text=True,
         timeout=TIMEOUT_SECONDS,
     )
+    return ended.stderr
 
 
 def first_step(overrides: Sequence[str], folder: Path) -> dict[str, float]:
     """Start a training, and return when it had logged its first step and what its phases took, in seconds.
+
+    Beside the time by the clock stands that of all processors until then, with that of the processes it started.
 
     Raises:
         RuntimeError: it ended without a step.
@@ -60,9 +74,23 @@ def first_step(overrides: Sequence[str], folder: Path) -> dict[str, float]:
                 raise RuntimeError(f"{' '.join(command)} ended without a step: {errors.read_text()[-500:]}")
             time.sleep(POLL_SECONDS)
         taken = time.perf_counter() - began
+        spent = sum(psutil.Process(process.pid).cpu_times()[:4])  # user, system, and those of its children
         process.wait(timeout=TIMEOUT_SECONDS)
     phases = json.loads((folder / "summary.json").read_text())["time"]
-    return {"first_step_s": taken, **phases}
+    return {"first_step_s": taken, "processors": spent, **phases}
+
+
+def imports(folder: Path) -> dict[str, float]:
+    """Return the seconds that a training spends on the modules of each package, the longest first.
+
+    What watches the imports takes time as well, about half as much again.
+    """
+    command = ["-X", "importtime", "-m", "rotexp.train", *SHORT, f"hydra.run.dir={folder}"]
+    seconds: dict[str, float] = defaultdict(float)
+    for line in run_command(command).splitlines():
+        if found := re.fullmatch(r"import time: +(\d+) \| +\d+ \| *(\S+)", line):
+            seconds[found[2].partition(".")[0]] += int(found[1]) * 1e-6
+    return dict(sorted(seconds.items(), key=lambda taken: -taken[1]))
 
 
 def has_step(metrics: Path) -> bool:
@@ -86,7 +114,7 @@ def measure(models: Sequence[str], *, repetitions: int) -> tuple[list[dict[str, 
 
         runs: dict[str, Callable[[], object]] = {
             "python -c pass": partial(run_command, ["-c", "pass"]),
-            f"python -c '{BARE}'": partial(run_command, ["-c", BARE]),
+            **{f"python -c '{code}'": partial(run_command, ["-c", code]) for code in (BARE, BASE_CLASS)},
             f"python -c '{HELP_LIMIT}'": partial(run_command, ["-c", HELP_LIMIT]),
             **{help_of(entry): partial(run_command, ["-m", f"rotexp.{entry}", "--help"]) for entry in ENTRIES},
             **{f"first step of {model}": partial(train, model) for model in models},
@@ -129,14 +157,27 @@ def phase_table(phases: Sequence[dict[str, Any]]) -> facts.Table:
     return facts.make_table("Phases of the last run (s)", ("model", *names), cells)
 
 
+def import_table(seconds: dict[str, float]) -> facts.Table:
+    """Return what the imports took by package, in seconds."""
+    shown = {package: taken for package, taken in seconds.items() if taken >= SHOWN_SECONDS}
+    others = {"others": sum(seconds.values()) - sum(shown.values())}
+    cells = [[package, f"{taken:.2f}"] for package, taken in (shown | others).items()]
+    return facts.make_table("Imports up to a first step, watched (s)", ("package", "seconds"), cells)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write the figures."""
     parser = facts.parser(__doc__, output="startup.json", repetitions=5)
     parser.add_argument("--models", nargs="*", default=["tiny", "135m"], help="tiny, or sizes of model=random_llama")
     options = parser.parse_args(arguments)
     rows, phases = measure(options.models, repetitions=options.repetitions)
-    tables = [table(rows), help_table(rows), *([phase_table(phases)] if phases else [])]
-    facts.report(options.output, tables, {"startup": rows, "phases": phases})
+    tables = [table(rows), help_table(rows)]
+    figures: dict[str, Any] = {"startup": rows, "phases": phases}
+    if phases:
+        with tempfile.TemporaryDirectory() as place:
+            figures["imports"] = imports(Path(place) / "run")
+        tables += [phase_table(phases), import_table(figures["imports"])]
+    facts.report(options.output, tables, figures)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from omegaconf import DictConfig
 
 from rotexp.config.composition import to_config
 from rotexp.launch.command_line import run_command
+from rotexp.process.imports import uncollected
 
 
 def inspect(composed: DictConfig) -> int:
@@ -15,11 +16,12 @@ def inspect(composed: DictConfig) -> int:
         ValueError: the request is wrong, or the model cannot be described.
     """
     config = to_config(composed)
-    from rich.console import Console
+    with uncollected():
+        from rich.console import Console
 
-    from rotexp.models.load import open_structure
-    from rotexp.rotation.survey import survey
-    from rotexp.tracking.survey_tables import survey_tables
+        from rotexp.models.load import open_structure
+        from rotexp.rotation.survey import survey
+        from rotexp.tracking.survey_tables import survey_tables
 
     found = survey(open_structure(config.model), config.rotation, config.quant, seed=config.seed)
     Console(highlight=False).print(*survey_tables(found), sep="\n")

@@ -45,7 +45,8 @@ def splits_at_borders(tokenizer: Any) -> bool:
     if backend is None or backend.normalizer is not None:
         return False
     splitter = backend.pre_tokenizer
-    *before, last = splitter if isinstance(splitter, Sequence) else (splitter,)
+    several = isinstance(splitter, Sequence)
+    *before, last = splitter if several else (splitter,)
     plain = isinstance(last, ByteLevel) and last.use_regex and not last.add_prefix_space
     added = backend.get_added_tokens_decoder().values()
     return (

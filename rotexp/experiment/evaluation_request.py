@@ -15,6 +15,7 @@ from rotexp.data.options import KEYS_OF_SOURCE, DataConfig, DataSource
 from rotexp.experiment.options import EvaluateConfig
 from rotexp.models.options import ModelDtype
 from rotexp.process.exit_codes import DONE
+from rotexp.process.imports import uncollected
 from rotexp.process.one_process import carry_out
 from rotexp.process.outer import is_first
 from rotexp.quant.options import QuantConfig
@@ -59,7 +60,8 @@ def evaluate(composed: DictConfig) -> int:
 
 
 def _evaluate(config: Config, run: FinishedRun | None, out: Path | None) -> None:
-    from rotexp.experiment.evaluation import show_figures  # what imports torch, once the request is right
+    with uncollected():
+        from rotexp.experiment.evaluation import show_figures  # what imports torch, once the request is right
 
     show_figures(config, run, out)
 

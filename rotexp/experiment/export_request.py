@@ -11,6 +11,7 @@ from rotexp.errors.requirements import require
 from rotexp.experiment.options import ExportConfig, ExportOptions
 from rotexp.files.folders import check_free
 from rotexp.process.exit_codes import DONE
+from rotexp.process.imports import uncollected
 from rotexp.process.one_process import carry_out
 from rotexp.process.outer import is_first
 from rotexp.runfolder.finished_run import FinishedRun, read_finished_run
@@ -51,7 +52,8 @@ def to_request(composed: DictConfig) -> ExportConfig:
 
 
 def _export(run: FinishedRun, options: ExportOptions, target: Path) -> None:
-    from rotexp.experiment.exporting import write_export  # what imports torch, once the request is right
+    with uncollected():
+        from rotexp.experiment.exporting import write_export  # what imports torch, once the request is right
     from rotexp.process.saying import say
 
     write_export(run, options, target, say=say)
