@@ -12,14 +12,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 
 from rotexp.errors.wording import few
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.local_rows import local_rows
 from rotexp.sharding.state_dicts import collective_device
 
-WORDS = 2**10
-"""Numbers of 8 bytes in a row of what is digested."""
+WORDS = 63
+"""Numbers of 8 bytes in a row of what is digested: odd, lest a column of a matrix have an even number in every row."""
+ROW_BYTES = 8 * WORDS
+LOW_HALF = 2**32 - 1
 CHUNK_ELEMENTS = 2**22
 MOST_NAMES = 6
 
@@ -88,22 +91,34 @@ def copy_first(tensors: Mapping[str, Tensor], *, communication: Communication) -
 def bit_digest(tensor: Tensor) -> Tensor:
     """Return an int64 scalar that differs when any single number of the tensor differs in any bit.
 
-    Row and column sums of the bit patterns, 8 bytes each, weighted by odd and by even numbers, modulo 2⁶⁴: any 8
-    bytes then have an odd weight, so no change of theirs is a multiple of 2⁶⁴.
+    Bit patterns of 8 bytes, times an odd number each, are added up over a row, and what rows come to likewise, modulo
+    2⁶⁴: no change of 8 bytes is lost, since none times an odd number is a multiple of 2⁶⁴. In between, what a row comes
+    to is changed one to one, its high half spread over the low one: the highest bits of 8 bytes have equal weights,
+    so that an even number of changes would be lost wherever they are, such as the signs of a column of numbers. Now it
+    is in one row alone, in none for a column of a float32 matrix of 48 rows and columns or more.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     flat = flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat
     single = flat.view(torch.uint8)
-    whole = len(single) // (8 * WORDS) * (8 * WORDS)
-    rest = single.new_zeros(8 * WORDS)
-    rest[: len(single) - whole] = single[whole:]
-    head = _weighted_sums(single[:whole].view(torch.int64).view(-1, WORDS))
-    return head + _weighted_sums(rest.view(torch.int64).view(1, WORDS)) * (2 * (len(single) + 1) + 1)
+    whole = len(single) // ROW_BYTES * ROW_BYTES
+    rest = pad(single[whole:], (0, ROW_BYTES - len(single) + whole))
+    odd = torch.arange(1, 2 * WORDS, 2, device=single.device)
+    sums = torch.cat([_row_sums(part.view(torch.int64).view(-1, WORDS), odd) for part in (single[:whole], rest)])
+    spread = (sums >> 32).bitwise_and_(LOW_HALF).bitwise_xor_(sums)
+    return spread.mul_(torch.arange(1, 2 * WORDS * len(sums), 2 * WORDS, device=sums.device)).sum()
 
 
-def _weighted_sums(words: Tensor) -> Tensor:
-    rows, columns = (2 * torch.arange(length, device=words.device) + 1 for length in words.shape)
-    return (words.sum(1) * rows).sum() + 62 * (words.sum(0) * columns).sum()
+def _row_sums(words: Tensor, odd: Tensor) -> Tensor:
+    """Return the sums (rows,) of words (rows, WORDS) times odd numbers (WORDS,), reading each word once.
+
+    A CPU does it as a product; accelerators have none of integers.
+    """
+    return words @ odd if words.device.type == "cpu" else _row_sums_in_parts(words, odd)
+
+
+def _row_sums_in_parts(words: Tensor, odd: Tensor) -> Tensor:
+    """Return the same by element-wise products of few rows at a time, which take little memory and stay in caches."""
+    return torch.cat([(part * odd).sum(1) for part in torch.split(words, CHUNK_ELEMENTS // WORDS)])
 
 
 class _Digests:

@@ -236,8 +236,9 @@ class Coordinator:
     def _held(self, weights: Sequence[str]) -> dict[str, Tensor]:
         """Return the rotations and the weights named, as this rank holds them."""
         reshard(self.model)
-        named = {name: self.model.get_parameter(name).detach() for name in weights}
-        return {name: matrix.detach() for name, matrix in self.bank.named_parameters()} | named
+        named = dict(self.model.named_parameters())
+        held = {name: named[name].detach() for name in weights}
+        return {name: matrix.detach() for name, matrix in self.bank.named_parameters()} | held
 
     def _kept_beside(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return moments and averages of what is named."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rotexp.sharding import replicas
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.replicas import WORDS, Divergence, bit_digest, compare
 
@@ -37,6 +38,39 @@ def test_moved_numbers_are_seen() -> None:
     for permuted in (tensor.flip(0), tensor.flip(1), tensor.roll(2 * WORDS), tensor.roll(1, 1), tensor.roll(1)):
         digests.add(bit_digest(permuted).item())
     assert len(digests) == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", [48, 64, 96, 128, 256, 576])
+def test_a_column_or_row_of_another_sign_is_seen(order: int, dtype: torch.dtype) -> None:
+    """Signs may be the highest bits of 8 bytes, of which even numbers cancel in a plain sum modulo 2⁶⁴."""
+    matrix = drawn((order, order), dtype)
+    before = bit_digest(matrix).item()
+    for place in {0, 1, 2, 3, order // 2 + 1, order - 1}:
+        for view in (matrix[place], matrix[:, place]):
+            view.neg_()
+            assert bit_digest(matrix).item() != before, place
+            view.neg_()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_digest_is_its_formula(shape: tuple[int, ...]) -> None:
+    """Sums of 8 bytes times odd numbers in rows, whose high half is spread over the low, summed times odd numbers."""
+    single = drawn(shape, torch.float32).numpy().tobytes()
+    rows = [single[start : start + 8 * WORDS].ljust(8 * WORDS, b"\0") for start in range(0, len(single) + 1, 8 * WORDS)]
+    total = 0
+    for number, row in enumerate(rows):
+        words = [int.from_bytes(row[start : start + 8], "little") for start in range(0, len(row), 8)]
+        row_sum = sum(word * (2 * place + 1) for place, word in enumerate(words)) % 2**64
+        total += (row_sum ^ row_sum >> 32) * (2 * WORDS * number + 1)
+    assert bit_digest(drawn(shape, torch.float32)).item() % 2**64 == total % 2**64
+
+
+def test_rows_add_up_alike_where_integers_have_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "CHUNK_ELEMENTS", 3 * WORDS)
+    words = drawn((11, WORDS), torch.float64).view(torch.int64)
+    odd = torch.arange(1, 2 * WORDS, 2)
+    assert torch.equal(replicas._row_sums_in_parts(words, odd), words @ odd)
 
 
 def test_a_view_has_the_digest_of_its_copy() -> None:

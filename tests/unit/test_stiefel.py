@@ -289,6 +289,19 @@ def test_orthogonality_error_is_computed_in_float64(seed: int) -> None:
     np.testing.assert_allclose(columns.numpy(), expected_columns, rtol=1e-9)
 
 
+@pytest.mark.parametrize("order", [191, 192, 193, 576])
+def test_orthogonality_error_of_a_wide_rotation_is_found_anywhere(order: int) -> None:
+    """Of a symmetric product half is computed, in parts: an error beside the diagonal, and in the last corner of it."""
+    for row, column in ((0, order - 1), (order - 1, 0), (order // 2, 3), (order - 1, order - 1)):
+        matrix = torch.eye(order)
+        matrix[row, column] += 1e-3
+        dense = matrix.numpy().astype(np.float64)
+        for error, product in zip(stiefel.orthogonality_error(matrix), (dense @ dense.T, dense.T @ dense), strict=True):
+            assert error.item() == pytest.approx(np.abs(product - np.eye(order)).max(), rel=1e-9)
+    matrix[7, 5] = torch.nan
+    assert all(error.isnan() for error in stiefel.orthogonality_error(matrix))
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("noise", [1e-6, 1e-2, 1.0])
 def test_polar_projection_is_the_polar_factor(noise: float, seed: int) -> None:
