@@ -193,7 +193,9 @@ class CayleySGD(Optimizer):
 
 
 def _stacked(matrices: list[Tensor]) -> Tensor:
-    """Return tensors (..., n, n) of one n as one batch (blocks of all, n, n)."""
+    """Return tensors (..., n, n) of one n as one batch (blocks of all, n, n); a single one is not copied."""
+    if len(matrices) == 1:
+        return matrices[0].reshape(-1, *matrices[0].shape[-2:])
     return torch.cat([matrix.reshape(-1, *matrix.shape[-2:]) for matrix in matrices])
 
 
@@ -229,8 +231,13 @@ def _step_size(generator: Tensor, options: CayleySGDOptions) -> Tensor:
 
 def _cayley(generator: Tensor, rotation: Tensor, options: CayleySGDOptions) -> Tensor:
     if options.solver is Solver.exact:
-        return stiefel.cayley_exact(generator, rotation)
+        return stiefel.cayley_exact(generator, rotation, length=_length(options))
     return stiefel.cayley_fixed_point(generator, rotation, iterations=options.fixed_point_iterations)
+
+
+def _length(options: CayleySGDOptions) -> float:
+    """Return a bound on ‖½αA‖₂ of a step, known before the step and so the same on every rank."""
+    return stiefel.angle_step_length(options.lr) if options.step_rule is StepRule.angle else CONTRACTION
 
 
 def _check_parameter(parameter: Tensor, *, name: str) -> None:

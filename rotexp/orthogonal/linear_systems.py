@@ -7,6 +7,7 @@ LARGEST_BATCHED_ORDER = 64
 # The cyclic order of a quadratic sequence modulo a prime looks random and is the same on every device.
 PROBE_PRIME = 10007
 PROBE_MULTIPLIER = 3719
+REMEDY = "set solver=fixed_point, which needs no solve, or use one CPU thread"
 
 
 def solve_from_right(system: Tensor, target: Tensor) -> Tensor:
@@ -33,7 +34,9 @@ def solve_from_right(system: Tensor, target: Tensor) -> Tensor:
         solution = torch.stack([_solved(one, other) for one, other in pairs]).view_as(target)
     else:
         solution = _solved(system, target)
-    _check(solution, system, target)
+    probe = probe_vector(system)
+    image = probe @ system.mT
+    check_residual(image @ solution.mT, probe @ target.mT, image, order=order, remedy=REMEDY)
     return solution
 
 
@@ -42,20 +45,27 @@ def _solved(system: Tensor, target: Tensor) -> Tensor:
     return solution
 
 
-def _check(solution: Tensor, system: Tensor, target: Tensor) -> None:
-    """Compare X (S v) with T v for a fixed vector v: a right solution differs by rounding, a wrong one by far more.
+def check_residual(image: Tensor, expected: Tensor, system_image: Tensor, *, order: int, remedy: str) -> None:
+    """Compare the rows (v S) X and v T of solutions of S X = T: right ones differ by rounding, wrong ones by far more.
 
-    By rows, which a batch of matrices takes ten times faster than columns on a CPU.
+    By rows, which a batch of matrices takes ten times faster than columns on a CPU. An accelerator is not waited for.
+
+    Args:
+        image: (v S) X (..., 1, n).
+        expected: v T (..., 1, n).
+        system_image: v S (..., 1, n), for its size.
+        order: of the rotations, and `remedy` what to do, for the message.
+
+    Raises:
+        RuntimeError: a solution is wrong: at once on the CPU; on an accelerator as its own asynchronous error. A row
+            that is not finite, of a system or a target that is not, is not compared.
     """
-    probe = probe_vector(system)
-    image, expected = probe @ system.mT, probe @ target.mT
-    size = _norms(image) + _norms(expected)
-    residual = _norms(image @ solution.mT - expected) / size
-    bound = torch.finfo(system.dtype).eps ** 0.5  # half the digits
+    size = _norms(system_image) + _norms(expected)
+    residual = _norms(image - expected) / size
+    bound = torch.finfo(image.dtype).eps ** 0.5  # half the digits
     wrong = size.isfinite() & ~(residual <= bound)
-    failure = f"a solve for rotations of order {system.shape[-1]} is wrong"
-    remedy = "set solver=fixed_point, which needs no solve, or use one CPU thread"
-    if not system.is_cpu:
+    failure = f"a solve for rotations of order {order} is wrong"
+    if not image.is_cpu:
         torch._assert_async(~wrong.any(), f"{failure}: its residual is above {bound:.1e}; {remedy}")
     elif wrong.any():
         largest = residual[wrong].max().item()
