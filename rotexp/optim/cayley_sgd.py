@@ -54,7 +54,7 @@ class CayleySGD(Optimizer):
     Raises:
         ValueError: an option, or a parameter, that cannot be used, such as one that is not orthogonal (where its values
             are here: not on the meta device, no DTensor); in `step`, a learning rate out of range or a sparse gradient.
-        RuntimeError: in `step`, the exact solver returned what is no solution; that batch has not moved then (on an
+        RuntimeError: in `step`, the exact solver found what is no solution; that batch has not moved then (on an
             accelerator the error comes later, and nothing can be read from the device any more).
 
     Source: Li, Li and Todorovic, "Efficient Riemannian Optimization on the Stiefel Manifold via the Cayley Transform",

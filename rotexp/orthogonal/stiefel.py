@@ -41,8 +41,8 @@ def cayley_exact(generator: Tensor, rotation: Tensor, *, length: float = math.in
     """Move a rotation along its generator: (I + ½A)⁻¹ (I − ½A) R, to rounding.
 
     The sign is that of descent: to first order the result is R − A R, and it turns every eigenplane of A with
-    eigenvalues ±iσ by 2 atan(σ/2). I + ½A is never singular. Solved as 2 (I + ½A)⁻¹ R − R, which saves a product; every
-    row keeps its norm. A generator that is not finite spoils its own rotation.
+    eigenvalues ±iσ by 2 atan(σ/2). I + ½A is never singular. Solved as 2 (I + ½A)⁻¹ R − R, which saves a product. A
+    generator that is not finite spoils its own rotation.
 
     Where ½A is short enough, products alone solve it, at any number of threads: their series leave out less than one
     epsilon of the dtype, see `elimination.truncation_error`. Elsewhere a factorization does.
@@ -62,12 +62,15 @@ def cayley_exact(generator: Tensor, rotation: Tensor, *, length: float = math.in
     """
     powers = powers_needed(length, generator.dtype)
     if powers is None:
-        transposed_system = -0.5 * generator
-        transposed_system.diagonal(dim1=-2, dim2=-1).add_(1.0)
-        solution = solve_from_right(transposed_system, rotation.mT).mT
-    else:
-        solution = solve_near_identity(0.5 * generator, rotation, powers=powers)
-    moved = torch.lerp(rotation, solution, 2.0)
+        return _cayley_by_factorization(generator, rotation)
+    return torch.lerp(rotation, solve_near_identity(0.5 * generator, rotation, powers=powers), 2.0)
+
+
+def _cayley_by_factorization(generator: Tensor, rotation: Tensor) -> Tensor:
+    transposed_system = -0.5 * generator
+    transposed_system.diagonal(dim1=-2, dim2=-1).add_(1.0)
+    transposed_solution = solve_from_right(transposed_system, rotation.mT)
+    moved = torch.lerp(rotation, transposed_solution.mT, 2.0)
     # Elimination rounds the small squares next to the unit diagonal away, always in the same direction: without this,
     # row norms drift ten times faster than the angles between rows.
     return moved * (_row_norms(rotation) / _row_norms(moved))
@@ -117,28 +120,29 @@ def spectral_norm_skew(generator: Tensor, *, iterations: int = 32) -> Tensor:
 
     Source: Golub and Van Loan, "Matrix Computations", 10.1 (Lanczos); for a skew matrix the diagonal vanishes.
     """
-    scale = generator.amax(dim=(-2, -1), keepdim=True)  # the largest magnitude, since its negative is there too
-    reciprocal = scale.clamp_min(torch.finfo(scale.dtype).tiny).reciprocal()
-    couplings = _lanczos_couplings(generator, reciprocal, iterations=min(iterations, generator.shape[-1]))
-    norm: Tensor = _tridiagonal_norm(couplings) * scale[..., 0, 0]
-    return norm
+    order = generator.shape[-1]
+    matrices = generator.reshape(-1, order, order)
+    scale = matrices.amax(dim=(-2, -1), keepdim=True)  # the largest magnitude, since its negative is there too
+    scaled = matrices * scale.clamp_min(torch.finfo(scale.dtype).tiny).reciprocal()
+    couplings = _lanczos_couplings(scaled, iterations=min(iterations, order))
+    return (_tridiagonal_norm(couplings) * scale[:, 0, 0]).view(generator.shape[:-2])
 
 
-def _lanczos_couplings(generator: Tensor, reciprocal: Tensor, *, iterations: int) -> Tensor:
-    """Return β (..., iterations) of v_j A = β_j v_{j+1} − β_{j−1} v_{j−1}, for A = generator · reciprocal.
+def _lanczos_couplings(generator: Tensor, *, iterations: int) -> Tensor:
+    """Return β (batch, iterations) of v_j A = β_j v_{j+1} − β_{j−1} v_{j−1}, for A (batch, n, n) of entries at most 1.
 
     By rows, which a batch of matrices takes ten times faster than columns on a CPU.
     """
     tiny = torch.finfo(generator.dtype).tiny
-    current = probe_vector(generator).expand(*generator.shape[:-2], 1, -1)
-    previous, coupling = torch.zeros_like(current), torch.zeros_like(reciprocal)
+    current = probe_vector(generator).expand(len(generator), 1, -1)
+    previous, coupling = torch.zeros_like(current), torch.zeros_like(generator[:, :1, :1])
     couplings = []
     for _ in range(iterations):
-        following = torch.addcmul((current @ generator) * reciprocal, coupling, previous)
+        following = torch.bmm(current, generator).addcmul_(coupling, previous)
         coupling = torch.linalg.vector_norm(following, dim=-1, keepdim=True)
         previous, current = current, following / coupling.clamp_min(tiny)
-        couplings.append(coupling[..., 0, 0])
-    return torch.stack(couplings, dim=-1)
+        couplings.append(coupling)
+    return torch.cat(couplings, dim=-1)[:, 0]
 
 
 def _tridiagonal_norm(couplings: Tensor) -> Tensor:

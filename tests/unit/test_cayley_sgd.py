@@ -151,7 +151,7 @@ def test_float32_stays_orthogonal_over_200_steps_and_projects_exactly(options: d
 
 
 @pytest.mark.parametrize("order", [64, 576])
-def test_float32_drifts_by_less_than_half_of_1e_5_between_two_retractions(order: int) -> None:
+def test_float32_drifts_by_less_than_1_5e_6_between_two_retractions(order: int) -> None:
     """At the defaults; 576 is the width of SmolLM2-135M."""
     parameter = Parameter(random_rotation(order, seed=0, dtype=torch.float32))
     optimizer = CayleySGD([parameter], lr=CayleySGDOptions.lr, retract_every=0)
@@ -160,7 +160,7 @@ def test_float32_drifts_by_less_than_half_of_1e_5_between_two_retractions(order:
         parameter.grad = torch.randn(order, order, generator=generator)
         optimizer.step()
     rows, columns = (error.item() for error in stiefel.orthogonality_error(parameter.detach()))
-    assert max(rows, columns) < 5e-6
+    assert max(rows, columns) < 1.5e-6
     assert rows < 4 * columns
 
 
@@ -280,6 +280,9 @@ def test_a_wrong_solve_moves_no_rotation(monkeypatch: pytest.MonkeyPatch) -> Non
     for parameter, gradient in zip(parameters, random_gradients(2, 70, seed=0), strict=True):
         parameter.grad = gradient.double()
     monkeypatch.setattr(torch.linalg, "solve_ex", lambda system, target, left: (target.clone(), None))
+    with pytest.raises(RuntimeError, match="order 70 is wrong"):
+        CayleySGD(parameters, lr=2.0).step()
+    monkeypatch.setattr(stiefel, "spectral_norm_skew", lambda generator: torch.full(generator.shape[:-2], 0.1).double())
     with pytest.raises(RuntimeError, match="order 70 is wrong"):
         CayleySGD(parameters, lr=CayleySGDOptions.lr).step()
     assert all(torch.equal(*pair) for pair in zip(parameters, starts, strict=True))
