@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rotexp.config.schema import Config
 from rotexp.experiment.inputs import Inputs
-from rotexp.metrics.quality import Quality, Share, evaluate, next_token_loss
+from rotexp.metrics.float_answers import FloatAnswers, kept_bytes, next_token_loss
+from rotexp.metrics.memory import GIB
+from rotexp.metrics.quality import Quality, Share, tokens_a_forward, windows_a_forward
+from rotexp.process.host_memory import available_bytes
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.options import RotationInit
 from rotexp.sharding.communication import Communication
@@ -20,8 +23,8 @@ from rotexp.sharding.ema import ShardedEMA
 from rotexp.sharding.guard import installed
 from rotexp.sharding.local_rows import reshard
 from rotexp.sharding.strategies import strategy_of
-from rotexp.training.objectives import Teacher
-from rotexp.training.teacher import load_teacher, teacher_name
+from rotexp.training.options import Trainable
+from rotexp.training.teacher import LoadedTeacher, load_teacher, teacher_name
 
 
 class Measurements:
@@ -29,6 +32,7 @@ class Measurements:
 
     Attributes:
         rows: the figures of each variant, and the protocol by which they were made.
+        seconds: how long each variant took that was measured in this session, on this rank.
         teacher: the float model, where training changes the one that there is; None until it is asked for.
     """
 
@@ -51,55 +55,66 @@ class Measurements:
         self._device = device
         self._ranks_per_node = ranks_per_node
         self._log = log
+        self.seconds: dict[str, float] = {}
+        self._float: FloatAnswers | None = None
         self._share = Share(
-            config.evaluation.micro_batch_size,
+            self._batch(),
             device,
             rank=communication.rank,
             world_size=communication.world_size,
             collect=communication.reduce_,
         )
         self._say = say
-        self.teacher: Teacher | None = None
+        self.teacher: LoadedTeacher | None = None
+
+    def _batch(self) -> int:
+        """Return how many windows a forward takes, the same on every rank."""
+        asked, windows = self._config.evaluation.micro_batch_size, self._inputs.evaluation
+        if asked is not None:
+            return asked
+        width = self._inputs.checkpoint.config.hidden_size
+        tokens = torch.tensor(tokens_a_forward(self._device, width=width), device=self._device)
+        return windows_a_forward(
+            windows, tokens=int(self._communication.reduce_(tokens, "min")), world_size=self._communication.world_size
+        )
 
     def as_it_comes(self, model: RotatedModel) -> None:
         """Measure the model as its checkpoint has it, norm gains not folded: float, and quantized without rotation."""
         if "quantized" in self.rows:
             return
-        with model.mode.set(rotate=False, quantize=True):
-            quantized, reference = self._evaluate(model)
-        self._record("float", reference)
-        self._record("quantized", quantized)
+        with self._timed("float"):
+            figures = {"float": self._answers(model).make(model)}
+        with self._timed("quantized"):
+            figures["quantized"] = figures["float"]
+            if self._config.quant.enabled:
+                with model.mode.set(rotate=False, quantize=True):
+                    figures["quantized"] = self._compared(model)
+        for row, quality in figures.items():
+            self._record(row, quality)
 
     def start(self, model: RotatedModel) -> None:
         """Measure the quantized model under the rotations that training starts from, where those are not Hadamard's."""
         rotation = self._config.rotation
         other = rotation.path or rotation.start or rotation.init is not RotationInit.hadamard
-        if other and rotation.learned and self._config.train.steps and len(model.bank) and "start" not in self.rows:
-            with model.mode.set(rotate=True, quantize=True):
-                self._record("start", self._evaluate(model)[0])
+        if other and rotation.learned and self._config.train.steps and len(model.bank):
+            self._measure("start", model)
 
     def hadamard(self, model: RotatedModel) -> None:
         """Measure the quantized model under random Hadamard rotations; say why not, if they do not exist."""
-        if "hadamard" in self.rows:
-            return
         if missing := model.orders_without_hadamard():
             self._say(f"no random Hadamard row: order {missing[0]} has no Hadamard matrix")
         elif len(model.bank) or model.online:
-            start = model.starts(RotationInit.hadamard, seed=self._config.seed)
-            with model.bank.holding(start), model.mode.set(rotate=True, quantize=True):
-                self._record("hadamard", self._evaluate(model)[0])
+            with model.bank.holding(model.starts(RotationInit.hadamard, seed=self._config.seed)):
+                self._measure("hadamard", model)
 
     def average(self, model: RotatedModel, ema: ShardedEMA) -> None:
         """Measure the model with the averages of what was trained."""
-        self.load_teacher()
-        with ema.applied(), model.mode.set(rotate=True, quantize=True):
-            self._record("average", self._evaluate(model)[0])
+        with ema.applied():
+            self._measure("average", model, trained=True)
 
     def trained(self, model: RotatedModel) -> None:
         """Measure the merged model."""
-        self.load_teacher()
-        with model.mode.set(rotate=True, quantize=True):
-            self._record("trained", self._evaluate(model)[0])
+        self._measure("trained", model, trained=True)
 
     def held_out_loss(self, model: RotatedModel) -> float:
         """Return the mean next-token loss, in nats, of the model in its present mode on the held-out windows.
@@ -108,7 +123,7 @@ class Measurements:
         be `quant.refresh_every` - 1 steps old, are put back.
         """
         with model.fresh_quantizers(), self._reusing(model):
-            loss = next_token_loss(model.logits, self._inputs.evaluation, share=self._share)
+            loss = next_token_loss(model, self._inputs.evaluation, share=self._share)
         reshard(model.network)  # a forward without backward leaves the root gathered
         return loss
 
@@ -127,18 +142,51 @@ class Measurements:
             if guard is not None:
                 self._say(guard.line(teacher_name(self._inputs.checkpoint), self._config.sync_mode))
 
-    def _evaluate(self, model: RotatedModel) -> tuple[Quality, Quality]:
-        """Measure the model in its present mode, and the float model, on the held-out windows."""
+    def _measure(self, row: str, model: RotatedModel, *, trained: bool = False) -> None:
+        """Measure a variant that is not known yet, rotated and quantized.
+
+        Args:
+            trained: whether weights may have been trained, so that the float model is another one.
+        """
+        if row in self.rows and not trained:
+            return
+        with self._timed(row), model.mode.set(rotate=True, quantize=True):
+            if trained and not self._answers(model).complete:
+                self.load_teacher()
+            quality = self._compared(model)
+        self._record(row, quality)
+
+    def _compared(self, model: RotatedModel) -> Quality:
+        """Compare the model in its present mode with the float model."""
         model.refresh_quantizers()
-
-        def reference(token_ids: Tensor) -> Tensor:
-            if self.teacher is not None:
-                return self.teacher(token_ids)
-            with model.mode.set(rotate=False, quantize=False):
-                return model.logits(token_ids)
-
+        teacher = None if self.teacher is None else self.teacher.model
+        answers = self._answers(model)
+        if answers.wanting:
+            answers.make(model, teacher=teacher)
         with self._reusing(model):
-            return evaluate(model.logits, reference, self._inputs.evaluation, share=self._share)
+            return answers.compared(model, teacher=teacher)
+
+    def _answers(self, model: RotatedModel) -> FloatAnswers:
+        """Return the float model's answers, to be kept if that leaves half of the host's free memory."""
+        if self._float is None:
+            windows, train = self._inputs.evaluation, self._config.train
+            needed, free = kept_bytes(windows, self._share, model), available_bytes()
+            here = self._ranks_per_node or self._communication.world_size
+            fits = torch.tensor(free is None or needed * here <= free / 2, dtype=torch.int32, device=self._device)
+            kept = bool(self._communication.reduce_(fits, "min"))
+            if not kept:
+                sizes = f"{needed / GIB:.1f} GiB a rank, of {(free or 0) / GIB:.1f} GiB free"
+                self._say(f"evaluation: the float model runs anew for every row, since its answers take {sizes}")
+            head_trained = train.params is Trainable.all and train.steps > 0
+            self._float = FloatAnswers(windows, self._share, expects=not head_trained, kept=kept)
+        return self._float
+
+    @contextmanager
+    def _timed(self, row: str) -> Iterator[None]:
+        """Keep how long the block takes, in seconds of this rank."""
+        began = time.perf_counter()
+        yield
+        self.seconds[row] = time.perf_counter() - began
 
     def _reusing(self, model: RotatedModel) -> AbstractContextManager[None]:
         """Quantize each weight once for all windows, where weights are whole."""
@@ -148,4 +196,5 @@ class Measurements:
     def _record(self, row: str, quality: Quality) -> None:
         """Keep a variant's figures for the summary, and log them."""
         self.rows[row] = asdict(quality)
-        self._log({f"eval/{row}/{figure}": value for figure, value in asdict(quality).items()})
+        figures = {f"eval/{row}/{figure}": value for figure, value in asdict(quality).items()}
+        self._log(figures | {f"time/eval_{row}_s": self.seconds[row]})

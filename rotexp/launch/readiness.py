@@ -17,6 +17,8 @@ from packaging.requirements import Requirement
 from rich.markup import escape
 from rich.table import Table
 
+from rotexp.process.host_memory import available_bytes
+
 GIB = 2**30
 NETWORK_SECONDS = 5.0
 """How long a server may take to answer, its name's look-up included."""
@@ -138,7 +140,7 @@ def integer_units() -> Check:
 
 def memory() -> Check:
     """Measure the memory that is free, where the system says it."""
-    free = _available_bytes()
+    free = available_bytes()
     if free is None:
         return Check("memory", "unknown: the system does not say")
     remedy = (
@@ -219,11 +221,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _available_bytes() -> int | None:
-    facts = Path("/proc/meminfo")
-    if not facts.is_file():
-        return None
-    line = next(line for line in facts.read_text().splitlines() if line.startswith("MemAvailable:"))
-    return int(line.split()[1]) * 1024

@@ -72,6 +72,12 @@ METRICS = (
     Metric("time/step_s", "s", "one optimizer step, data to update", "mean"),
     Metric("time/data_s", "s", "waiting for data within the step", "mean"),
     Metric("time/sync_s", "s", "waiting at the unshard guard within the step", "mean"),
+    Metric(
+        "time/eval_<row>_s",
+        "s",
+        "measuring that variant on rank 0, its weights' rotation, search and quantization included; of the float model "
+        "also what the others are compared with",
+    ),
     Metric("time/<phase>_s", "s", "a whole phase on rank 0"),
     Metric(
         "comm/num_collectives",

@@ -18,7 +18,10 @@ class EvaluationConfig:
     Attributes:
         window: in tokens.
         max_windows: None for every one the text holds.
-        micro_batch_size: windows a forward.
+        micro_batch_size: windows a forward; figures differ by rounding (None: as many as have 256 tokens on a CPU, 8192
+            on an accelerator if they fit, but an eighth of the windows, and a rank's share of them, at most).
+        share_rows: whether figures of the untrained model are taken over from another run of the same sweep that has
+            measured the very same, which is known by a digest.
         every: steps between two measurements of what is trained, by whose loss the best is then chosen, before the
             first step and after the last too (None: none, and the best is chosen by the loss of a step's own batch).
             Where weights are whole it takes the memory of quantized ones beside them, as evaluation does.
@@ -26,8 +29,9 @@ class EvaluationConfig:
 
     window: int = 256
     max_windows: int | None = 64
-    micro_batch_size: int = 1
+    micro_batch_size: int | None = None
     every: int | None = None
+    share_rows: bool = True
 
     def validate(self) -> None:
         """Raise ValueError when an option cannot be used, whatever the other groups say."""
@@ -35,7 +39,9 @@ class EvaluationConfig:
         require(self.window >= 2, "evaluation.window", self.window, "at least 2", "lengthen it")
         require(windows is None or windows >= 1, "evaluation.max_windows", windows, "at least 1 or null", "enlarge it")
         micro = self.micro_batch_size
-        require(micro >= 1, "evaluation.micro_batch_size", micro, "at least 1", "enlarge it")
+        require(
+            micro is None or micro >= 1, "evaluation.micro_batch_size", micro, "at least 1 or null", "null chooses it"
+        )
         every = self.every
         require(
             every is None or every >= 1, "evaluation.every", every, "at least 1 or null", "null measures at the end"

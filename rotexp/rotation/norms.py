@@ -172,6 +172,25 @@ def norm_kinds(model: nn.Module, spec: ArchSpec) -> dict[str, NormKind]:
 
 
 @torch.no_grad()
+def last_gain(model: nn.Module, spec: ArchSpec) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gain and the bias of the norm before the head, (hidden,), whole and apart from their parameters.
+
+    Either is None where the norm has none, or where there is no norm.
+
+    Raises:
+        ValueError: it is of no kind that can be folded.
+    """
+    if spec.final_norm is None:
+        return None, None
+    norm = model.get_submodule(spec.final_norm)
+    width = model.get_parameter(f"{embedding_name(model)}.weight").shape[1]
+    offset = probe_norm(norm, width, name=spec.final_norm).gain_offset
+    weight, shift = norm._parameters.get("weight"), norm._parameters.get("bias")
+    gain = None if weight is None or offset is None else _wide(whole(weight)) + offset
+    return gain, None if shift is None else _wide(whole(shift)).clone()
+
+
+@torch.no_grad()
 def fold_norms(model: nn.Module, spec: ArchSpec) -> None:
     """Fold every norm's gain and bias into its readers, and centre the writers if the norms subtract means.
 

@@ -20,6 +20,9 @@ from rotexp.rotation.products import rotate_columns
 CHUNK_BYTES = 64 * 2**20
 """How much memory the float32 logits of one chunk may take: 341 tokens of 49152 words, 64 of 262144."""
 
+PROBED = 64.0
+"""Up to which size logits are tried for a factor; a soft cap has bent them far below."""
+
 Result = TypeVar("Result")
 
 
@@ -31,10 +34,12 @@ class FinalStates:
         values: (batch, tokens, hidden): what the last norm reads, or the head where there is none or where it reads
             another width.
         rotated: whether they are in R1's basis, by mode; a merged model's always are, and are not called so.
+        merged: whether they are a merged model's.
     """
 
     values: Tensor
     rotated: bool = False
+    merged: bool = False
 
 
 Measure = Callable[[Sequence[Tensor], slice], Tensor]
@@ -79,9 +84,10 @@ class Readout:
         values, model = states.values, self._model
         if self._norm is None:
             return values
-        if model.prepared and model.rms_norms and not states.rotated:
+        in_own_basis = not states.rotated and not states.merged
+        if model.prepared and model.rms_norms and in_own_basis:
             values = values - values.mean(-1, keepdim=True)  # which its norms subtract no more
-        if model.merged_residual is not None and not states.rotated:
+        if model.merged_residual is not None and in_own_basis:
             values = rotate_columns(values, model.merged_residual)
         normalized: Tensor = self._norm(values)
         return normalized
@@ -93,6 +99,13 @@ class Readout:
     def finish(self, projected: Tensor) -> Tensor:
         """Do what the family does behind its head (a soft cap, a factor); the same tensor where that is nothing."""
         return self._finish.logits(projected)
+
+    def factor(self) -> float | None:
+        """Return what `finish` multiplies by, 1 where it does nothing; None where it does anything else."""
+        tried = torch.linspace(-PROBED, PROBED, 33, dtype=self.weight.dtype, device=self.weight.device)
+        finished = self.finish(tried.unsqueeze(0)).squeeze(0)
+        factor = float(finished[-1] / tried[-1])
+        return factor if torch.allclose(finished, factor * tried, rtol=1e-6, atol=0.0) else None
 
     def chunks(self) -> Iterator[slice]:
         """Yield the rows of each chunk, in order."""
@@ -131,22 +144,46 @@ def read(model: RotatedModel, token_ids: Tensor, work: Callable[[Readout], Resul
     Raises:
         ValueError: the head is no linear.
     """
-    network, head = model.network, model.network.get_submodule(head_name(model.network))
-    if type(head).forward not in (nn.Linear.forward, RotatedLinear.forward):
-        kind = type(head).__name__
-        raise ValueError(f"model_type={model_type(network)}: its head is a {kind}, where a Linear is needed")
+    network, head = model.network, _linear_head(model)
     rotated = model.mode.rotate and model.residual is not None
 
     def forward(token_ids: Tensor) -> Any:
         with _inputs_of(last_norm(model)) as seen:
             hidden = _Shell(model).hidden(token_ids)
-        states = FinalStates(seen[0] if seen else hidden, rotated)
+        states = FinalStates(seen[0] if seen else hidden, rotated, merged=model.merged_residual is not None)
         with _forward_of(head, lambda hidden: work(Readout(model, head, states, hidden))):
             return head(hidden)
 
     with _forward_of(network, forward):
         result: Result = network(token_ids)
     return result
+
+
+def reread(model: RotatedModel, states: FinalStates, work: Callable[[Readout], Result]) -> Result:
+    """Do as `read`, from final states that were kept: of the network only the last norm and the head run.
+
+    Args:
+        states: of this model, which has neither been prepared nor merged since.
+    """
+    network, head, norm = model.network, _linear_head(model), last_norm(model)
+
+    def forward(values: Tensor) -> Any:
+        hidden = values if norm is None else norm(values)
+        with _forward_of(head, lambda hidden: work(Readout(model, head, states, hidden))):
+            return head(hidden)
+
+    with _forward_of(network, forward):
+        result: Result = network(states.values)
+    return result
+
+
+def _linear_head(model: RotatedModel) -> nn.Module:
+    network = model.network
+    head = network.get_submodule(head_name(network))
+    if type(head).forward not in (nn.Linear.forward, RotatedLinear.forward):
+        kind = type(head).__name__
+        raise ValueError(f"model_type={model_type(network)}: its head is a {kind}, where a Linear is needed")
+    return head
 
 
 @torch.no_grad()

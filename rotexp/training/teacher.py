@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,22 @@ from rotexp.config.schema import Config
 from rotexp.models.materialize import materialize
 from rotexp.models.stored_model import StoredModel
 from rotexp.rotation.building import build_plain
+from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.applying import precision_policy, shard
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.guard import install
-from rotexp.training.objectives import Teacher
+
+
+@dataclass(frozen=True)
+class LoadedTeacher:
+    """The float model as it was; see `rotexp.training.objectives.Teacher`."""
+
+    model: RotatedModel
+
+    @torch.no_grad()
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Return the logits (batch, tokens, vocabulary) of token ids (batch, tokens)."""
+        return self.model.logits(token_ids)
 
 
 def load_teacher(
@@ -22,7 +36,7 @@ def load_teacher(
     device: torch.device,
     communication: Communication,
     ranks_per_node: int | None,
-) -> Teacher:
+) -> LoadedTeacher:
     """Read the checkpoint once more, sharded and guarded like the student, without rotations and quantizers.
 
     Raises:
@@ -49,11 +63,7 @@ def load_teacher(
     )
     checkpoint.weights.release()
 
-    @torch.no_grad()
-    def teacher(token_ids: Tensor) -> Tensor:
-        return model.logits(token_ids)
-
-    return teacher
+    return LoadedTeacher(model)
 
 
 def teacher_name(checkpoint: StoredModel) -> str:

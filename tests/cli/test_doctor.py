@@ -84,7 +84,7 @@ def test_strict_fails_when_a_default_run_would(
     if target == "disk":
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=doctor.GIB // 2))
     elif target == "memory":
-        monkeypatch.setattr(doctor, "_available_bytes", lambda: doctor.GIB // 2)
+        monkeypatch.setattr(doctor, "available_bytes", lambda: doctor.GIB // 2)
     else:
         monkeypatch.setattr(doctor, "requires", lambda _: ["nothing-like-it", "torch>=2", "gone; extra == 'dev'"])
         versions = {"torch": "1"}

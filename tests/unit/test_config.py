@@ -316,7 +316,7 @@ RULES = [
     (["train.log_every=0"], "train.log_every=0", "at least 1", "1 logs every step"),
     (["evaluation.window=1"], "evaluation.window=1", "at least 2", "lengthen it"),
     (["evaluation.max_windows=0"], "evaluation.max_windows=0", "at least 1 or null", "enlarge it"),
-    (["evaluation.micro_batch_size=0"], "evaluation.micro_batch_size=0", "at least 1", "enlarge it"),
+    (["evaluation.micro_batch_size=0"], "evaluation.micro_batch_size=0", "at least 1 or null", "null chooses it"),
     (["metrics.rotation_every=0"], "metrics.rotation_every=0", "at least 1", "1 takes it every step"),
     (["metrics.divergence_every=0"], "metrics.divergence_every=0", "at least 1", "1 takes it every step"),
     (["launch.nproc=0"], "launch.nproc=0", "at least 1 or null", "null decides"),

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rotexp.metrics.quality import Quality, Share, evaluate, next_token_loss, score, window_shares
+from rotexp.metrics.quality import (
+    Quality,
+    Share,
+    compare,
+    likelihoods,
+    targets_of,
+    window_shares,
+    window_sums,
+    windows_a_forward,
+)
 
 VOCABULARY, WINDOWS, TOKENS = 13, 7, 6
 CPU = torch.device("cpu")
@@ -48,61 +57,75 @@ def naive_scores(candidate: Forward, reference: Forward, windows: np.ndarray) ->
     return np.array(rows)
 
 
-def test_scores_equal_a_loop_over_tokens(windows: np.ndarray) -> None:
+def chosen(windows: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return token ids (windows, tokens), and the targets of all of them in order."""
     token_ids = torch.from_numpy(windows)
-    candidate, reference = bigram(1), bigram(2)
-    scores = score(candidate(token_ids), reference(token_ids), token_ids)
-    assert scores.dtype == torch.float64
-    np.testing.assert_allclose(scores.numpy(), naive_scores(candidate, reference, windows), rtol=1e-5)
+    return token_ids, targets_of(token_ids)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 7, 50])
-def test_figures_are_means_over_all_scored_tokens(windows: np.ndarray, batch: int) -> None:
-    candidate, reference = bigram(1), bigram(2)
-    found, own = evaluate(candidate, reference, windows, share=Share(batch, CPU))
-    nll, own_nll, kl, agreement = naive_scores(candidate, reference, windows).sum(0) / (WINDOWS * (TOKENS - 1))
-    assert found.perplexity == pytest.approx(math.exp(nll), rel=1e-6)
-    assert own.perplexity == pytest.approx(math.exp(own_nll), rel=1e-6)
-    assert found.kl == pytest.approx(kl, rel=1e-5)
-    assert found.top1_agreement == pytest.approx(agreement, rel=1e-12)
-    assert 0.0 < found.top1_agreement < 1.0
-    assert next_token_loss(candidate, windows, share=Share(batch, CPU)) == pytest.approx(nll, rel=1e-6)
+def flat(forward: Forward, token_ids: Tensor) -> Tensor:
+    return forward(token_ids).flatten(0, 1)
 
 
-def test_identical_models_agree_exactly(windows: np.ndarray) -> None:
-    found, own = evaluate(bigram(1), bigram(1), windows, share=Share(2, CPU))
-    assert found == own
-    assert (found.kl, found.top1_agreement) == (0.0, 1.0)
+def test_comparing_equals_a_loop_over_tokens(windows: np.ndarray) -> None:
+    token_ids, targets = chosen(windows)
+    figures = compare(flat(bigram(1), token_ids), flat(bigram(2), token_ids), targets)
+    assert figures.dtype == torch.float64
+    found = window_sums(figures.reshape(*token_ids.shape, 3))
+    wanted = naive_scores(bigram(1), bigram(2), windows)[:, [0, 2, 3]]
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-5)
+    assert 0 < wanted[:, 2].sum() < WINDOWS * (TOKENS - 1)
+
+
+def test_likelihoods_equal_a_loop_over_tokens(windows: np.ndarray) -> None:
+    token_ids, targets = chosen(windows)
+    logits = flat(bigram(1), token_ids)
+    found = likelihoods(logits.clone(), targets)
+    exact = torch.from_numpy(log_probabilities(logits))
+    torch.testing.assert_close(found.weights.double() / found.total[:, None], exact.exp(), rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(found.normalizer, torch.logsumexp(logits.double(), -1), rtol=1e-6, atol=0.0)
+    assert torch.equal(found.likeliest, logits.argmax(-1))
+    sums = window_sums(found.nll.reshape(*token_ids.shape, 1)).numpy()
+    np.testing.assert_allclose(sums[:, 0], naive_scores(bigram(1), bigram(2), windows)[:, 0], rtol=1e-5)
+
+
+def test_a_model_that_is_compared_with_itself_agrees_exactly(windows: np.ndarray) -> None:
+    token_ids, targets = chosen(windows)
+    _, kl, agreement = compare(flat(bigram(1), token_ids), flat(bigram(1), token_ids), targets).unbind(-1)
+    assert bool((kl == 0.0).all())
+    assert bool((agreement == 1.0).all())
 
 
 def test_a_uniform_model_has_the_vocabulary_as_perplexity(windows: np.ndarray) -> None:
-    found, _ = evaluate(bigram(1, spread=0.0), bigram(1), windows, share=Share(2, CPU))
-    assert found.perplexity == pytest.approx(VOCABULARY, rel=1e-6)
+    token_ids, targets = chosen(windows)
+    nll = likelihoods(flat(bigram(1, spread=0.0), token_ids), targets).nll
+    assert Quality.of_means(float(nll.mean())).perplexity == pytest.approx(VOCABULARY, rel=1e-6)
 
 
-def test_narrow_logits_are_scored_in_float32(windows: np.ndarray) -> None:
-    token_ids, logits = torch.from_numpy(windows), bigram(1)(torch.from_numpy(windows)).bfloat16()
-    assert torch.equal(score(logits, logits, token_ids), score(logits.float(), logits.float(), token_ids))
+def test_the_last_token_is_not_scored(windows: np.ndarray) -> None:
+    token_ids, targets = chosen(windows)
+    assert torch.equal(targets.reshape(token_ids.shape)[:, :-1], token_ids[:, 1:])
+    figures = torch.rand(WINDOWS, TOKENS, 2)
+    expected = window_sums(figures)
+    figures[:, -1] = float("nan")
+    assert torch.equal(window_sums(figures), expected)
 
 
-def test_the_first_token_is_not_scored_and_the_last_logits_are_not_read(windows: np.ndarray) -> None:
-    token_ids = torch.from_numpy(windows)
-    candidate, reference = bigram(1)(token_ids), bigram(2)(token_ids)
-    expected = score(candidate, reference, token_ids)
-    candidate[:, -1] = reference[:, -1] = float("nan")
-    token_ids[:, 0] = 0
-    assert torch.equal(score(candidate, reference, token_ids), expected)
+def test_overflow_is_infinite_and_nan_stays_nan() -> None:
+    targets = torch.tensor([1])
+    hopeless = likelihoods(torch.tensor([[2e4, 0.0]]), targets)
+    assert Quality.of_means(float(hopeless.nll)).perplexity == math.inf
+    for broken in (torch.tensor([[math.nan, 0.0]]), torch.tensor([[0.0, math.nan]])):
+        assert math.isnan(Quality.of_means(float(likelihoods(broken, targets).nll)).perplexity)
 
 
-def test_overflow_is_infinite_and_nan_stays_nan(windows: np.ndarray) -> None:
-    def hopeless(token_ids: Tensor) -> Tensor:
-        return -1e4 * torch.nn.functional.one_hot(token_ids.roll(-1, -1), VOCABULARY).float()
-
-    def broken(token_ids: Tensor) -> Tensor:
-        return torch.full((*token_ids.shape, VOCABULARY), float("nan"))
-
-    assert evaluate(hopeless, bigram(1), windows, share=Share(2, CPU))[0].perplexity == math.inf
-    assert math.isnan(evaluate(broken, bigram(1), windows, share=Share(2, CPU))[0].perplexity)
+@pytest.mark.parametrize(
+    ("tokens", "windows", "world_size", "batch"),
+    [(256, 64, 1, 4), (256, 64, 8, 4), (256, 64, 16, 4), (256, 64, 32, 2), (256, 9, 1, 1), (32, 64, 1, 1)],
+)
+def test_windows_of_a_forward_leave_every_rank_some(tokens: int, windows: int, world_size: int, batch: int) -> None:
+    text = np.zeros((windows, 64), dtype=np.int64)
+    assert windows_a_forward(text, tokens=tokens, world_size=world_size) == batch
 
 
 @pytest.mark.parametrize("windows", [1, 2, 5, 7, 8])
@@ -119,26 +142,23 @@ def test_shares_cover_every_window_once_in_as_many_forwards(windows: int, batch:
     assert all(len(indices) <= batch for share in shares for indices in share)
 
 
-def split(windows: np.ndarray, *, batch: int, world_size: int) -> Quality:
-    """Evaluate on ranks that run one after the other."""
-    scores: list[Tensor] = []
+@pytest.mark.parametrize("count", [1, 2, WINDOWS])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_together_give_the_means_over_all_scored_tokens(
+    windows: np.ndarray, count: int, batch: int, world_size: int
+) -> None:
+    few, scores, means = windows[:count], [], []
+
+    def scores_of(indices: tuple[int, ...], token_ids: Tensor) -> Tensor:
+        assert np.array_equal(few[list(indices)], token_ids.numpy())
+        return token_ids.double().sum(-1, keepdim=True)
 
     def keep(mine: Tensor) -> Tensor:
         scores.append(mine.clone())
-        return mine
-
-    def run(rank: int, collect: Callable[[Tensor], Tensor]) -> Quality:
-        share = Share(batch, CPU, rank=rank, world_size=world_size, collect=collect)
-        return evaluate(bigram(1), bigram(2), windows, share=share)[0]
+        return torch.stack(scores).sum(0)
 
     for rank in range(world_size):
-        run(rank, keep)
-    return run(0, lambda mine: torch.stack(scores).sum(0))
-
-
-@pytest.mark.parametrize("count", [1, 2, WINDOWS])
-@pytest.mark.parametrize("batch", [1, 2, 3])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_together_give_the_figures_of_one(windows: np.ndarray, count: int, batch: int, world_size: int) -> None:
-    together = split(windows[:count], batch=batch, world_size=world_size)
-    assert together == evaluate(bigram(1), bigram(2), windows[:count], share=Share(batch, CPU))[0]
+        share = Share(batch, CPU, rank=rank, world_size=world_size, collect=keep)
+        means.append(share.means(scores_of, few, figures=1)[0])
+    assert means[-1] == pytest.approx(few.sum() / (count * (TOKENS - 1)), rel=1e-12)
