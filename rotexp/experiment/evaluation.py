@@ -40,7 +40,8 @@ def show_figures(config: Config, run: FinishedRun | None, out: Path | None) -> N
     trained = run is not None and run.trained_steps > 0
     facts = measure(config, run, say=say)
     title = f"{facts['model']['id']}, quant={config.quant.name}, rotation={config.rotation.name}"
-    Console().print(results_table(facts["evaluation"], title=title, trained=trained))
+    table = results_table(facts["evaluation"], title=title, trained=trained, seconds=facts["evaluation_seconds"])
+    Console().print(table)
     if out is not None:
         write_atomically(out, json.dumps(finite(facts), indent=2, allow_nan=False) + "\n")
         say(f"wrote {out}")
@@ -66,7 +67,7 @@ def measure(config: Config, run: FinishedRun | None, *, say: Callable[[str], Non
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     communication = Communication(device=device)
     measurements = Measurements(
-        config, inputs, communication=communication, device=device, ranks_per_node=None, known={}
+        config, inputs, communication=communication, device=device, ranks_per_node=None, known={}, say=say
     )
     if run is None:
         _measure_model(config, inputs, measurements, device)
@@ -78,6 +79,7 @@ def measure(config: Config, run: FinishedRun | None, *, say: Callable[[str], Non
         "quant": config.quant.name,
         "rotation": config.rotation.name,
         "evaluation": measurements.rows,
+        "evaluation_seconds": measurements.seconds,
         "versions": versions(),
     }
 

@@ -8,6 +8,7 @@ from rotexp.experiment.context import Context
 from rotexp.experiment.loading import load_model, shard_model
 from rotexp.experiment.proving import merge_model, prepare_model
 from rotexp.experiment.saving import origin, save_run_files
+from rotexp.experiment.shared_rows import share_rows
 from rotexp.experiment.summing_up import sum_up
 from rotexp.experiment.training_phase import train_model
 
@@ -26,6 +27,7 @@ def run_experiment(context: Context) -> None:
         with phase("shard"):
             sharded = shard_model(context, model, at_end)
         with phase("baseline"):
+            share_rows(context, model, weights=sharded.weights)
             measurements.as_it_comes(model)
         with phase("prepare"):
             original = prepare_model(context, model)

@@ -27,12 +27,12 @@ class Sharded:
 
     Attributes:
         guard: of its unshards (None: `sync_mode=off`).
-        weights: the digest of the weights that were read (None: nothing is going to be trained).
+        weights: the digest of the weights that were read.
         static: the bytes that training is going to hold (None: nothing is).
     """
 
     guard: UnshardGuard | None
-    weights: str | None
+    weights: str
     static: StaticBytes | None
 
 
@@ -61,7 +61,7 @@ def shard_model(context: Context, model: RotatedModel, at_end: ExitStack) -> Sha
     _read_weights(context, model)
     model.keep_codes(not strategy_of(config.sharding).reshards_after_forward)
     Coordinator(model.network, context.communication).broadcast()
-    digest = _digest(context, model) if config.train.steps else None
+    digest = _digest(context, model)
     context.record.summary["sharding"] = {"strategy": config.sharding.strategy, "effective": asdict(effective)}
     context.messages.show(startup_panel(_start_up(context, model, effective)))
     static = _static_bytes(context, model) if config.train.steps else None

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rotexp.config.schema import Config
 from rotexp.experiment.inputs import Inputs
@@ -57,6 +58,7 @@ class Measurements:
         self._log = log
         self.seconds: dict[str, float] = {}
         self._float: FloatAnswers | None = None
+        self._merged_is_hadamard = False
         self._share = Share(
             self._batch(),
             device,
@@ -66,6 +68,11 @@ class Measurements:
         )
         self._say = say
         self.teacher: LoadedTeacher | None = None
+
+    @property
+    def batch(self) -> int:
+        """How many windows a forward takes."""
+        return self._share.batch
 
     def _batch(self) -> int:
         """Return how many windows a forward takes, the same on every rank."""
@@ -92,6 +99,10 @@ class Measurements:
         for row, quality in figures.items():
             self._record(row, quality)
 
+    def take_over(self, row: str, quality: Quality) -> None:
+        """Take the figures of a variant from a run that has measured the very same."""
+        self._record(row, quality)
+
     def start(self, model: RotatedModel) -> None:
         """Measure the quantized model under the rotations that training starts from, where those are not Hadamard's."""
         rotation = self._config.rotation
@@ -100,12 +111,26 @@ class Measurements:
             self._measure("start", model)
 
     def hadamard(self, model: RotatedModel) -> None:
-        """Measure the quantized model under random Hadamard rotations; say why not, if they do not exist."""
+        """Measure the quantized model under random Hadamard rotations; say why not, if they do not exist.
+
+        Where the merged model will be this very one, its figures are.
+        """
         if missing := model.orders_without_hadamard():
             self._say(f"no random Hadamard row: order {missing[0]} has no Hadamard matrix")
         elif len(model.bank) or model.online:
-            with model.bank.holding(model.starts(RotationInit.hadamard, seed=self._config.seed)):
-                self._measure("hadamard", model)
+            self._merged_is_hadamard = self.stays_hadamard(model)
+            if not self._merged_is_hadamard:
+                with model.bank.holding(self._hadamard(model)):
+                    self._measure("hadamard", model)
+
+    def stays_hadamard(self, model: RotatedModel) -> bool:
+        """Return whether nothing is trained, and the rotations in use are those of the Hadamard row."""
+        train = self._config.train
+        trains = self._config.rotation.learned or train.params is not Trainable.rotations
+        if (train.steps and trains) or model.orders_without_hadamard():
+            return False
+        start = self._hadamard(model)
+        return all(torch.equal(matrix, start[name]) for name, matrix in model.bank.items())
 
     def average(self, model: RotatedModel, ema: ShardedEMA) -> None:
         """Measure the model with the averages of what was trained."""
@@ -115,6 +140,8 @@ class Measurements:
     def trained(self, model: RotatedModel) -> None:
         """Measure the merged model."""
         self._measure("trained", model, trained=True)
+        if self._merged_is_hadamard and "hadamard" not in self.rows:
+            self._record("hadamard", Quality(**self.rows["trained"]))
 
     def held_out_loss(self, model: RotatedModel) -> float:
         """Return the mean next-token loss, in nats, of the model in its present mode on the held-out windows.
@@ -141,6 +168,9 @@ class Measurements:
             guard = installed()
             if guard is not None:
                 self._say(guard.line(teacher_name(self._inputs.checkpoint), self._config.sync_mode))
+
+    def _hadamard(self, model: RotatedModel) -> dict[str, Tensor]:
+        return model.starts(RotationInit.hadamard, seed=self._config.seed)
 
     def _measure(self, row: str, model: RotatedModel, *, trained: bool = False) -> None:
         """Measure a variant that is not known yet, rotated and quantized.
@@ -196,5 +226,5 @@ class Measurements:
     def _record(self, row: str, quality: Quality) -> None:
         """Keep a variant's figures for the summary, and log them."""
         self.rows[row] = asdict(quality)
-        figures = {f"eval/{row}/{figure}": value for figure, value in asdict(quality).items()}
-        self._log(figures | {f"time/eval_{row}_s": self.seconds[row]})
+        seconds = {f"time/eval_{row}_s": self.seconds[row]} if row in self.seconds else {}
+        self._log({f"eval/{row}/{figure}": value for figure, value in asdict(quality).items()} | seconds)

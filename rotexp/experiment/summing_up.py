@@ -38,6 +38,7 @@ def _facts(context: Context, sharded: Sharded, trained: Trained) -> dict[str, An
         "train": train_summary(result, rows, world_size=world_size)
         | ({} if master is None else {"num_spills": master.num_spills}),
         "evaluation": rows,
+        "evaluation_seconds": context.measurements.seconds,
         "memory": context.phases.memory,
         "static_bytes": sharded.static.by_kind() if sharded.static else None,
         "throughput": _throughput(context, trained),
@@ -78,4 +79,7 @@ def _table(context: Context, trained: Trained) -> Any:
     config, simulated = context.config, context.config.sharding.sim_world
     title = f"{context.inputs.checkpoint.identity}, quant={config.quant.name}, rotation={config.rotation.name}"
     title += "" if simulated is None else f" (rank 0 of a simulated world of {simulated}: not a real training)"
-    return results_table(context.measurements.rows, title=title, trained=bool(trained.state.result.losses))
+    measurements = context.measurements
+    return results_table(
+        measurements.rows, title=title, trained=bool(trained.state.result.losses), seconds=measurements.seconds
+    )

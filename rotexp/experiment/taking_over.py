@@ -17,6 +17,8 @@ from rotexp.training.state import TrainingState
 
 MEASURED_BY = ("seed", "model", "data", "quant", "rotation", "evaluation", "sharding")
 """Groups of the configuration on which the figures of the untrained model depend."""
+MEASURES_ALIKE = {"evaluation.every", "evaluation.share_rows"}
+"""Keys of these groups that change no figure."""
 LOSS_OF = ("data", "quant", "rotation", "objective")
 """Groups on which a loss depends, so that one under others says nothing about which is the best."""
 MAY_DIFFER = (*RECORDING, "launch.", "profile")
@@ -31,6 +33,7 @@ class TakenOver:
         step: the step after which the run begins.
         run_ids: what its trackers called the run, if it is the run's own checkpoint.
         evaluation: figures of the untrained model that need not be measured again.
+        shared_rows: from which jobs of the sweep some of them were taken over before.
         phases: seconds and memory of the run's phases so far.
         step_seconds: how long a step took.
     """
@@ -40,6 +43,7 @@ class TakenOver:
         self.step = 0
         self.run_ids: dict[str, str] = {}
         self.evaluation: dict[str, Any] = {}
+        self.shared_rows: dict[str, str] = {}
         self.phases: dict[str, Any] | None = None
         self.step_seconds: float | None = None
         self._config = to_plain(config)
@@ -65,6 +69,7 @@ class TakenOver:
             self.run_ids = _run_ids(self._saved["tracker"])
             if self._same(MEASURED_BY) and self._saved["evaluation"]["protocol"] == self._protocol:
                 self.evaluation = self._saved["evaluation"]
+                self.shared_rows = facts.get("shared_rows", {})
 
     def load(self, state: TrainingState, *, base: str, communication: Communication) -> list[str]:
         """Read the checkpoint into a state; return what people should know.
@@ -105,8 +110,8 @@ class TakenOver:
         return self._same(LOSS_OF) and self._saved["evaluation"]["protocol"] == self._protocol
 
     def _same(self, groups: Sequence[str]) -> bool:
-        """Return whether the checkpoint has the present configuration in some groups, but for `evaluation.every`."""
-        changed = {key for key in differences(self._saved["config"], self._config) if key != "evaluation.every"}
+        """Return whether the checkpoint has the present configuration in some groups, but for `MEASURES_ALIKE`."""
+        changed = differences(self._saved["config"], self._config).keys() - MEASURES_ALIKE
         return not any(key.partition(".")[0] in groups for key in changed)
 
 

@@ -56,7 +56,6 @@ def train_model(context: Context, model: RotatedModel, sharded: Sharded) -> Trai
     _warn_of_clipping(context, state.optimizers)
     if build(config.objective).distills:
         context.measurements.load_teacher()
-    assert sharded.weights is not None
     for note in context.taken_over.load(state, base=sharded.weights, communication=context.communication):
         context.messages.say(f"resume: {note}")  # random states were read last
     return Trained(state, _train(context, state, sharded))
@@ -158,6 +157,7 @@ def _facts(context: Context, state: TrainingState, sharded: Sharded) -> dict[str
         "state": state.facts(),
         "phases": context.phases.so_far(),
         "evaluation": context.measurements.rows,
+        "shared_rows": context.record.summary.get("shared_rows", {}).get("from", {}),
         "config": to_plain(context.config),
         "base": {"model": context.inputs.checkpoint.identity, "digest": sharded.weights},
         "tracker": {"run_ids": context.record.run_ids},

@@ -6,9 +6,10 @@ model's p and its head's rows w_v the divergence of a variant with the same head
     KL(p ‖ q) = Σ p_v (z_v − log Z) − (h' · m − log Z'),   m = Σ p_v w_v,
 
 so that m (as wide as h), the first term and the most likely token are kept. In float32 a perplexity differs from that
-of whole logits by at most 3e-6 of itself, a mean divergence by 3e-6 of itself or 1e-7 of the largest logit. Elsewhere the final states are, and the
-head reads them again beside a variant's: behind a soft cap, in dtypes whose logits are rounded coarsely, and where
-weights are trained, so that a variant has another head.
+of whole logits by at most 3e-6 of itself, a mean divergence by 3e-6 of itself or 1e-7 of the largest logit.
+
+Elsewhere the final states are kept, and the head reads them again beside a variant's: behind a soft cap, in dtypes
+whose logits are rounded coarsely, and where weights are trained, so that a variant has another head.
 """
 
 from __future__ import annotations

@@ -139,15 +139,18 @@ class TrainingProgress:
             self._console.print(f"step {step}/{self._steps}  {note}", highlight=False)
 
 
-def results_table(evaluation: Mapping[str, Any], *, title: str, trained: bool) -> Table:
+def results_table(
+    evaluation: Mapping[str, Any], *, title: str, trained: bool, seconds: Mapping[str, float] | None = None
+) -> Table:
     """Return the table of variants, each with its change against the float model.
 
     Args:
+        seconds: how long those took that were measured now.
         trained: whether the merged rotations were trained; else their row is called merged.
     """
     table = Table(title=title, title_justify="left")
     table.add_column("model")
-    for column in ("perplexity", "against float", "KL (nats)", "top-1 agreement"):
+    for column in ("perplexity", "against float", "KL (nats)", "top-1 agreement", "time"):
         table.add_column(column, justify="right")
     base = evaluation["float"]["perplexity"]
     labels = ROWS if trained else ROWS | {"trained": "merged"}
@@ -156,7 +159,8 @@ def results_table(evaluation: Mapping[str, Any], *, title: str, trained: bool) -
             row = evaluation[name]
             change = f"{row['perplexity'] / base - 1:+.1%}" if name != "float" else ""
             figures = (f"{row['perplexity']:.2f}", change, f"{row['kl']:.4f}", f"{row['top1_agreement']:.1%}")
-            table.add_row(label, *figures)
+            taken = (seconds or {}).get(name)
+            table.add_row(label, *figures, "" if taken is None else duration(taken))
     return table
 
 
