@@ -72,13 +72,11 @@ def make_source(name: str) -> Any:
     return source
 
 
-def load_sharded(
-    source: Any, strategy: str, quant: QuantConfig | None = None, **options: Any
-) -> tuple[RotatedModel, Any]:
+def load_sharded(source: Any, strategy: str, quant: QuantConfig, **options: Any) -> tuple[RotatedModel, Any]:
     """Build a source model anew without memory, place, shard (with more options of sharding), and read it, as a run."""
     with init_empty_weights(include_buffers=False):
         network = AutoModelForCausalLM.from_config(source.config).eval().requires_grad_(False)
-    model = place(network, find_spec(network), ROTATION, QUANT if quant is None else quant, seed=0)
+    model = place(network, find_spec(network), ROTATION, quant, seed=0)
     effective = shard(
         network,
         ShardingConfig(strategy, **options),

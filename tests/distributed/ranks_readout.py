@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import torch
 import torch.distributed as dist
 from families import VOCABULARY, logits, make_token_ids, rotated
-from ranks_families import QUANT, ROTATION, load_sharded, make_source
+from ranks_families import QUANTS, ROTATION, load_sharded, make_source
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +26,7 @@ from rotexp.sharding.local_rows import reshard
 from rotexp.sharding.options import Dtype, SyncConfig, SyncMode
 from rotexp.training.objectives import CrossEntropy, KLDivergence
 
+QUANT = QUANTS["w4a4kv4"]
 NAMES = ("qwen2", "gpt_neox", "gemma")
 """A head that is tied until R1 parts it from the embedding; norms that subtract means; gains with an offset."""
 
@@ -38,7 +39,7 @@ def compare(name: str, strategy: str) -> dict[str, Any]:
     """Return how far chunked logits are from whole ones of the unsharded source, and how often each gathered."""
     source, token_ids = make_source(name), make_token_ids()
     original = source(token_ids, use_cache=False).logits
-    model, _ = load_sharded(source, strategy)
+    model, _ = load_sharded(source, strategy, QUANT)
     guard = install(model.network, SyncConfig(SyncMode.universal), name=f"{name} {strategy}")
     assert guard is not None
     errors: dict[str, list[float]] = {}
@@ -73,7 +74,7 @@ def train(name: str, strategy: str, **options: Any) -> dict[str, Any]:
     """Return how far losses and gradients of a sharded model, all of it trained, are from the whole one's."""
     source, token_ids = make_source(name), make_token_ids()
     whole = rotated(source, ROTATION, QUANT)
-    sharded, _ = load_sharded(source, strategy, **options)
+    sharded, _ = load_sharded(source, strategy, QUANT, **options)
     for model in (whole, sharded):
         model.network.requires_grad_(True)
     prepare(sharded)
