@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.flops import layer_weights
+from rotexp.rotation.readout import chunk_rows
 
 FLOAT32_BYTES = 4
 LOSS_COPIES_BYTES = 8
@@ -55,10 +56,10 @@ def limit_peak_bytes(shape: dict[str, int], *, tokens: int, itemsize: int) -> in
 def rotated_peak_bytes(
     shape: dict[str, int], *, tokens: int, itemsize: int, quantized_weights: bool, coded_inputs: bool = False
 ) -> int:
-    """Return the least peak of a step that trains R1 and R2.
+    """Return the least peak of a step that trains R1 and R2, the loss being computed in chunks of tokens.
 
-    On top of the limit: each rotation, its gradient and its successor; and by token and layer what the rotations'
-    gradients need. Where weights are rotated, that is every distinct input of a weight. Where tokens are, it is what
+    On top of weights, of what the limit keeps and of the logits of one chunk: each rotation, its gradient and its
+    successor; and by token and layer what the rotations' gradients need. Where weights are rotated, that is every distinct input of a weight. Where tokens are, it is what
     goes into each rotation: two inputs and two outputs of the residual stream's width, the heads' output and values.
 
     Args:
@@ -73,7 +74,14 @@ def rotated_peak_bytes(
     else:
         features = 5 * hidden + head * shape["num_key_value_heads"]
     inputs = tokens * layers * features * (1 if coded_inputs else itemsize)
-    return limit_peak_bytes(shape, tokens=tokens, itemsize=itemsize) + bank + inputs
+    kept = kept_bytes(shape, tokens=tokens, itemsize=itemsize)
+    return weight_bytes(shape, itemsize=itemsize) + kept + _chunk_bytes(shape, tokens, itemsize) + bank + inputs
+
+
+def _chunk_bytes(shape: dict[str, int], tokens: int, itemsize: int) -> int:
+    """Return what the logits of a chunk take: in float32, and where the model is not float32 also as it computes them."""
+    logits = min(tokens, chunk_rows(shape["vocab_size"])) * shape["vocab_size"]
+    return logits * (FLOAT32_BYTES if itemsize == FLOAT32_BYTES else FLOAT32_BYTES + itemsize)
 
 
 def count_kept_bytes(forward: Callable[[], Tensor], *, parameters: list[Tensor]) -> int:
