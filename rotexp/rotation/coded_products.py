@@ -51,6 +51,19 @@ def coded_linear(
     return result
 
 
+def coded_values_linear(x: CodedInput, *, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x Wᵀ + b` for a weight that is quantized already; bit for bit what `coded_linear` gives for its codes.
+
+    Args:
+        x: (..., inputs), of the dtype of the weight.
+        weight: (outputs, inputs), codes times scales; gets its gradient, which knows nothing of clipping.
+        scale: (outputs, 1), of the weight's rows.
+        bias: (outputs,), rotated already.
+    """
+    result: Tensor = _CodedValuesLinear.apply(x.values, weight, bias, x.coded, scale)  # type: ignore[no-untyped-call]
+    return result
+
+
 def multiply(x: CodedInput, weight: Coded, bias: Tensor | None) -> Tensor:
     """Return `x Wᵀ + b`, (..., outputs), of the dtype of x."""
     y = multiply_codes(x.coded, weight)
@@ -88,18 +101,12 @@ class _CodedLinear(torch.autograd.Function):
         weight, before, after, *kept = ctx.saved_tensors
         of_x, of_weight = kept[: ctx.of_x], kept[ctx.of_x :]
         needs_x, needs_weight, needs_bias, needs_before, needs_after, *_ = ctx.needs_input_grad
-        digits = DIGITS[gradient.dtype]
-        flat = gradient.reshape(-1, gradient.shape[-1]).contiguous()
         encoded = _encoded_weight(ctx, weight, before, after, of_weight)
-        for_x, for_weight, for_before, for_after = None, None, None, None
-        if needs_x:
-            used = coded_rows(encoded)
-            product = multiply_digits(flat * used.scale.mT, used.codes, digits=digits)
-            for_x = product.to(gradient.dtype).reshape(*gradient.shape[:-1], -1)
-        for_bias = flat.sum(0) if needs_bias else None
+        for_x = _input_gradient(gradient, coded_rows(encoded)) if needs_x else None
+        for_bias = _rows(gradient).sum(0) if needs_bias else None
+        for_weight, for_before, for_after = None, None, None
         if needs_weight or needs_before or needs_after:
-            x = Coded(*of_x)
-            for_rotated = multiply_digits((flat * x.scale).mT, x.codes, digits=digits).to(weight.dtype)
+            for_rotated = _weight_gradient(gradient, Coded(*of_x))
             passes = encoded.passes()
             for_weight, for_before, for_after = weight_gradients(
                 for_rotated if passes is None else for_rotated.mul_(passes),
@@ -110,6 +117,45 @@ class _CodedLinear(torch.autograd.Function):
                 needed=(needs_weight, needs_before, needs_after),
             )
         return for_x, for_weight, for_bias, for_before, for_after, None, None, None, None
+
+
+class _CodedValuesLinear(torch.autograd.Function):
+    """Finds the codes of the weight anew in backward, so that the weight may be freed and gathered in between."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, coded: Coded, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, scale, *coded)
+        return multiply(CodedInput(x, coded), _codes_of(weight, scale), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight, scale, *coded = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        for_x = _input_gradient(gradient, _codes_of(weight, scale)) if needs_x else None
+        for_weight = _weight_gradient(gradient, Coded(*coded)) if needs_weight else None
+        return for_x, for_weight, _rows(gradient).sum(0) if needs_bias else None, None, None
+
+
+def _codes_of(weight: Tensor, scale: Tensor) -> Coded:
+    """Return the codes of a weight (outputs, inputs) that is quantized by scales (outputs, 1)."""
+    return Coded((weight / scale).round_().to(torch.int8), scale)
+
+
+def _rows(gradient: Tensor) -> Tensor:
+    return gradient.reshape(-1, gradient.shape[-1]).contiguous()
+
+
+def _input_gradient(gradient: Tensor, weight: Coded) -> Tensor:
+    """Return `G W`, (..., inputs)."""
+    product = multiply_digits(_rows(gradient) * weight.scale.mT, weight.codes, digits=DIGITS[gradient.dtype])
+    return product.to(gradient.dtype).reshape(*gradient.shape[:-1], -1)
+
+
+def _weight_gradient(gradient: Tensor, x: Coded) -> Tensor:
+    """Return `Gᵀ x`, (outputs, inputs)."""
+    product = multiply_digits((_rows(gradient) * x.scale).mT, x.codes, digits=DIGITS[gradient.dtype])
+    return product.to(gradient.dtype)
 
 
 def _encoded_weight(

@@ -13,7 +13,7 @@ from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.integer_products import Coded, can_multiply, coded_rows, has_int8_form
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import Rotation
-from rotexp.rotation.coded_products import coded_linear, multiply
+from rotexp.rotation.coded_products import coded_linear, coded_values_linear, multiply
 from rotexp.rotation.linear_shape import LinearShape
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.own_rows.weight import DividedWeight
@@ -102,11 +102,8 @@ class RotatedLinear(nn.Module):
         return self.mode.quantize and self.weight_quantizer.spec.enabled
 
     def multiplies_integers(self, x: Tensor) -> bool:
-        """Return whether x and the weight, both quantized, are multiplied as codes on integer units.
-
-        Weights of which each rank quantizes its own rows come as values.
-        """
-        if not self.integer_products or self.divided is not None or x.dtype != self.weight.dtype:
+        """Return whether x and the weight, both quantized, are multiplied as codes on integer units."""
+        if not self.integer_products or x.dtype != self.weight.dtype:
             return False
         outputs, inputs = self.weight.shape
         quantizers = (self.weight_quantizer, self.input_quantizer)
@@ -120,6 +117,8 @@ class RotatedLinear(nn.Module):
             kind=("codes", self.input_quantizer.spec),
             compute=lambda x: code_input(x, self.input_quantizer),
         )
+        if self.divided is not None and self.divided.quantized:
+            return coded_values_linear(coded, weight=self.weight, scale=self.divided.scale, bias=self._rotated_bias())
         if self.reuse and not torch.is_grad_enabled():
             return multiply(coded, self._coded_weight(), self._rotated_bias())
         return coded_linear(

@@ -16,7 +16,7 @@ from rotexp.quant.integer_products import Coded, has_integer_units
 from rotexp.quant.options import Products, QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import RotationBank
-from rotexp.rotation.coded_products import coded_linear
+from rotexp.rotation.coded_products import coded_linear, coded_values_linear
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.mode import Mode
 from rotexp.rotation.model import RotatedModel
@@ -139,6 +139,19 @@ def test_what_is_kept_of_activations_and_quantized_weight_is_int8(keep: bool) ->
     others = [dtype for dtype in large if dtype != torch.int8]
     assert large.count(torch.int8) == 1 + keep
     assert others in ([], [torch.float32] * 2), "the rotations alone are as large as the weight"
+
+
+def test_a_weight_in_values_is_multiplied_bit_for_bit_as_its_codes() -> None:
+    x, weight, bias, *_ = tensors = leaves("none", bias=True)
+    quantizer, of_x = FakeQuantizer(WEIGHTS["plain"]), FakeQuantizer(ACTIVATIONS["clipped"])
+    values, encoded = quantizer.encode(weight)
+    upstream = normal(2, 5, OUTPUTS, seed=9)
+    whole = found(tensors, run(tensors, "none", (WEIGHTS["plain"], ACTIVATIONS["clipped"]), coded=True), upstream)
+    values.requires_grad_()
+    scale = encoded.grid.scale.squeeze(-1)
+    y = coded_values_linear(code_input(x, of_x), weight=values, scale=scale, bias=bias)
+    for ours, theirs in zip(found([x, values, bias], y, upstream), whole, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def layer(

@@ -30,6 +30,7 @@ class DividedWeight:
         self.quantizer = quantizer
         self.mode = mode
         self._quantized = False
+        self._scale: Tensor | None = None
         self._parameter = parameter
         self._sums: dict[str, Tensor] = {}
         self._hook: Any = None
@@ -40,6 +41,12 @@ class DividedWeight:
         wanted = self.mode.rotate and self.mode.quantize
         assert wanted or not self._quantized, "the mode changed while quantized weights stay gathered"
         return self._quantized
+
+    @property
+    def scale(self) -> Tensor:
+        """The scales of the weight that the linear has at present, (outputs, groups), if that is quantized."""
+        assert self._scale is not None, "nothing quantized has been gathered"
+        return self._scale
 
     @property
     def learned(self) -> list[Rotation]:
@@ -105,6 +112,7 @@ class DividedWeight:
             if metadata:
                 codes, scale = all_gather_outputs
                 decode_into(weight, codes, scale, quantizer=self.quantizer.quantizer)
+                self._scale = scale.clone()
             else:
                 weight.copy_(all_gather_outputs[0])
         for tensor in all_gather_outputs:
