@@ -59,8 +59,10 @@ def rotated_peak_bytes(
     """Return the least peak of a step that trains R1 and R2, the loss being computed in chunks of tokens.
 
     On top of weights, of what the limit keeps and of the logits of one chunk: each rotation, its gradient and its
-    successor; and by token and layer what the rotations' gradients need. Where weights are rotated, that is every distinct input of a weight. Where tokens are, it is what
-    goes into each rotation: two inputs and two outputs of the residual stream's width, the heads' output and values.
+    successor; and by token and layer what the rotations' gradients need. Where weights are rotated, that is every
+    distinct input of a weight. Where inputs are only quantized in a rotated basis, it is the errors, in float32, of two
+    of the residual stream's width and of the heads' output, less the input of the first norm, before which nothing is
+    trained.
 
     Args:
         quantized_weights: whether weights are rotated.
@@ -70,16 +72,16 @@ def rotated_peak_bytes(
     head = hidden // shape["num_attention_heads"]
     bank = 3 * FLOAT32_BYTES * (hidden**2 + layers * head**2)
     if quantized_weights:
-        features = 3 * hidden + shape["intermediate_size"]
+        width = 1 if coded_inputs else itemsize
+        inputs = tokens * layers * (3 * hidden + shape["intermediate_size"]) * width
     else:
-        features = 5 * hidden + head * shape["num_key_value_heads"]
-    inputs = tokens * layers * features * (1 if coded_inputs else itemsize)
+        inputs = tokens * (3 * layers - 1) * hidden * FLOAT32_BYTES
     kept = kept_bytes(shape, tokens=tokens, itemsize=itemsize)
     return weight_bytes(shape, itemsize=itemsize) + kept + _chunk_bytes(shape, tokens, itemsize) + bank + inputs
 
 
 def _chunk_bytes(shape: dict[str, int], tokens: int, itemsize: int) -> int:
-    """Return what the logits of a chunk take: in float32, and where the model is not float32 also as it computes them."""
+    """Return what the logits of a chunk take: in float32, and as the model computes them where that is another dtype."""
     logits = min(tokens, chunk_rows(shape["vocab_size"])) * shape["vocab_size"]
     return logits * (FLOAT32_BYTES if itemsize == FLOAT32_BYTES else FLOAT32_BYTES + itemsize)
 
