@@ -29,7 +29,20 @@ def quantize_within(x: Tensor, rotation: Rotation, quantizer: FakeQuantizer) -> 
     if not quantizer.spec.enabled:
         return x
     wide = x.to(torch.promote_types(x.dtype, rotation.matrix.dtype))
-    with torch.set_grad_enabled(torch.is_grad_enabled() and quantizer.clips):
+    if quantizer.clips:
         rotated = rotation.rotate(wide)
         error = quantizer(rotated) - rotated
-    return (wide + rotation.unrotate(error)).to(x.dtype)
+    else:
+        with torch.no_grad():
+            rotated = rotation.rotate(wide)
+            error = quantizer(rotated).sub_(rotated)
+    return _add_unrotated(wide, error, rotation).to(x.dtype)
+
+
+def _add_unrotated(x: Tensor, error: Tensor, rotation: Rotation) -> Tensor:
+    """Return `x + e Rᵀ`, in one pass where R is one matrix: at 4096 tokens of width 576 that is a tenth of all."""
+    matrix = rotation.matrix
+    if matrix.ndim == 3 or matrix.dtype != x.dtype:
+        return x + rotation.unrotate(error)
+    values, errors = (tensor.reshape(-1, matrix.shape[-1]) for tensor in (x, error))
+    return torch.addmm(values, errors, matrix.mT).reshape(x.shape)
