@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks import flops
 from benchmarks.collectives import CollectiveCounter, is_collective, short_name
+from benchmarks.operations import OUTSIDE, time_operations
 from benchmarks.optimizer import draw_rotations
 from benchmarks.variants import LEARNING_RATE, LIMIT, Workload, load_network, make_steps
 from rotexp.optim.cayley_sgd import CayleySGD
@@ -148,7 +149,8 @@ def account(
     Returns:
         `seconds` of all ranks by part, round by round: the step; the same step of an unsharded model, every rank on its
         share; the plain forward and backward of that model; the optimizer's step; the bytes moved. `flops` of all
-        ranks, of the first three; `bytes` by collective, as the last part moves them; `waiting`.
+        ranks, of the first three; `bytes` by collective, as the last part moves them; `outside`, the
+        processor seconds of all ranks that are in no operation, of the first two; `waiting`.
     """
     network = load_network(workload)
     alone, _ = make_steps([LIMIT, variant], network, token_ids)
@@ -164,7 +166,9 @@ def account(
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     for name, run in itertools.chain.from_iterable(parts.items() for _ in range(rounds)):
         seconds[name].append(processor_seconds(run))
-    return {"seconds": seconds, "flops": counted, "bytes": dict(moved.seen.num_bytes), "waiting": waiting()}
+    outside = {name: _sum(time_operations(parts[name])[OUTSIDE]) for name in (STEP, UNSHARDED)}
+    counts = {"flops": counted, "bytes": dict(moved.seen.num_bytes)}
+    return {"seconds": seconds, **counts, "outside": outside, "waiting": waiting()}
 
 
 def _optimizer_step(network: Any) -> Callable[[], object]:

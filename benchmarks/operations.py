@@ -59,7 +59,7 @@ def kind(func: Any, args: Any) -> str:
     return f"{name} {' · '.join(sizes)}"
 
 
-def time_operations(step: Callable[[], None]) -> Seconds:
+def time_operations(step: Callable[[], object]) -> Seconds:
     """Make one step and return its seconds by operation, and `OUTSIDE` of them."""
     began = time.thread_time()
     with OperationTimer() as timer:

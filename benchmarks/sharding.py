@@ -27,6 +27,7 @@ PARTS = {
     "rotating": "work on weights, on shared cores",
     "optimizer": "optimizer",
     "wire": "moving bytes",
+    "hooks": "outside of operations",
 }
 """The columns of the table."""
 
@@ -77,15 +78,11 @@ def compare(alone: Sequence[dict[str, Any]], shared: Sequence[dict[str, Any]]) -
 def _accounts(runs: Sequence[dict[str, Any]]) -> Account:
     """Return the medians over all rounds of all runs, in processor seconds, and the counted operations."""
     accounts = [run["account"] for run in runs]
-    return {
-        "seconds": {
-            part: statistics.median(second for account in accounts for second in account["seconds"][part])
-            for part in accounts[0]["seconds"]
-        },
-        "flops": accounts[0]["flops"],
-        "bytes": accounts[0]["bytes"],
-        "waiting": accounts[0]["waiting"],
+    seconds = {
+        part: statistics.median(second for account in accounts for second in account["seconds"][part])
+        for part in accounts[0]["seconds"]
     }
+    return {**accounts[0], "seconds": seconds}
 
 
 def explain(alone: Account, shared: Account) -> dict[str, Any]:
@@ -94,8 +91,9 @@ def explain(alone: Account, shared: Account) -> dict[str, Any]:
     Returns:
         `parts`: what the plain model's products take more in as many processes as there are ranks, at once, each on its
         share of the batch; operations on weights that ranks repeat, at what one rank takes for them; what all ranks'
-        operations on weights take more than they would there; the optimizer's steps; the bytes. `explained`, the share
-        of the extra seconds that they add up to.
+        operations on weights take more than they would there; the optimizer's steps; the bytes; what is in no
+        operation, such as FSDP2's hooks, beyond that of an unsharded step. `explained`, the share of the extra seconds
+        that they add up to.
     """
     one, many = alone["seconds"], shared["seconds"]
     extra = many[STEP] - one[STEP]
@@ -107,6 +105,7 @@ def explain(alone: Account, shared: Account) -> dict[str, Any]:
         "rotating": (here - once) * done,
         "optimizer": many.get(OPTIMIZER, 0.0) - one.get(OPTIMIZER, 0.0),
         "wire": many[WIRE],
+        "hooks": shared["outside"][STEP] - shared["outside"][UNSHARDED],
     }
     found = {"alone": one, "shared": many, "bytes": shared["bytes"], "waiting": shared["waiting"]}
     return {**found, "extra": extra, "parts": parts, "explained": sum(parts.values()) / extra}
