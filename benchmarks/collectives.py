@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,15 +18,22 @@ NOT_COLLECTIVES = ("barrier", "wait_tensor", "monitored_barrier_")
 
 @dataclass
 class Collectives:
-    """Collectives by torch's name of the operation, and the bytes of the largest tensor of each, added up."""
+    """Collectives by torch's name of the operation, and the bytes of the largest tensor of each, added up.
+
+    Attributes:
+        received_bytes: what a rank receives over the wire: all but its own part of the group's tensor; twice that for a
+            ring's all-reduce. It sends as much.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     num_bytes: Counter[str] = field(default_factory=Counter)
+    received_bytes: float = 0.0
 
-    def received_bytes(self, *, world_size: int) -> float:
-        """Return what a rank receives over the wire: all but its own part; twice that for a ring's all-reduce."""
-        share = (world_size - 1) / world_size
-        return sum(share * moved * (2 if "allreduce" in name else 1) for name, moved in self.num_bytes.items())
+    def add(self, name: str, num_bytes: int, *, ranks: int) -> None:
+        """Count one collective over so many ranks."""
+        self.counts[name] += 1
+        self.num_bytes[name] += num_bytes
+        self.received_bytes += num_bytes * (ranks - 1) / ranks * (2 if "allreduce" in name else 1)
 
 
 class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -38,14 +47,24 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count an operation, and let it run."""
         if is_collective(func):
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.seen.counts[short_name(func)] += 1
-            self.seen.num_bytes[short_name(func)] += max((t.numel() * t.element_size() for t in tensors), default=0)
+            num_bytes = max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
+            self.seen.add(short_name(func), num_bytes, ranks=_group_size(args, kwargs))
         return func(*args, **(kwargs or {}))
 
 
 def is_collective(func: Any) -> bool:
     """Return whether an operation of torch's dispatcher moves data between ranks."""
     return func.namespace in NAMESPACES and short_name(func) not in NOT_COLLECTIVES
+
+
+def _group_size(args: Any, kwargs: Any) -> int:
+    """Return over how many ranks a collective goes: its group is an argument, or the last of its texts names it."""
+    leaves = tree_leaves((args, kwargs))
+    objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+    groups = [dist.ProcessGroup.unbox(each) for each in objects if each._type().name() == "ProcessGroup"]  # type: ignore[attr-defined]
+    names = [leaf for leaf in leaves if isinstance(leaf, str)]
+    group: Any = groups[0] if groups else dist.distributed_c10d._resolve_process_group(names[-1])
+    return int(group.size())
 
 
 def short_name(func: Any) -> str:

@@ -81,7 +81,7 @@ def rotated_peak_bytes(
 
 
 def _chunk_bytes(shape: dict[str, int], tokens: int, itemsize: int) -> int:
-    """Return what the logits of a chunk take: in float32, and as the model computes them where that is another dtype."""
+    """Return what the logits of a chunk take: in float32, and in the dtype of the model where that is another."""
     logits = min(tokens, chunk_rows(shape["vocab_size"])) * shape["vocab_size"]
     return logits * (FLOAT32_BYTES if itemsize == FLOAT32_BYTES else FLOAT32_BYTES + itemsize)
 

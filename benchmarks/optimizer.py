@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import facts, flops, peers
-from benchmarks.timing import Spread, interleave, paired_ratios, spread
+from benchmarks.timing import Spread, interleave, paired_ratios, spread, timed
+from rotexp.metrics.memory import GIB, peak_rss_bytes, reset_peaks
 from rotexp.optim.cayley_sgd import CayleySGD
 from rotexp.orthogonal.hadamard import random_orthogonal
 from rotexp.orthogonal.linear_systems import LARGEST_BATCHED_ORDER
@@ -25,6 +27,9 @@ SETS = {
 }
 """Order and number of the rotations of SmolLM2-135M, Llama 3.2 1B, Qwen3 0.6B, Gemma 3 270M, Llama 3.2 1B with R1 in
 blocks, and the smallest random Llama; the last batch of each is also stepped one by one."""
+
+LARGE_ORDERS = (4096, 8192)
+"""Orders of R1 of an 8B and of a 70B Llama: minutes, and several GiB."""
 
 OURS = "CayleySGD"
 ONE_BY_ONE = "one by one"
@@ -87,16 +92,46 @@ def measure_set(name: str, *, repetitions: int) -> list[dict[str, Any]]:
     """Time the step of a whole set of rotations, ours and geoopt's in turn."""
     rotations = draw_rotations(SETS[name])
     steps = cayley_steps(rotations)
-    missing = {}
-    try:
-        geoopt = peers.riemannian_sgds(rotations, learning_rate=LEARNING_RATE)
-        steps |= {peer: optimizer.step for peer, optimizer in geoopt.items()}
-    except peers.MissingPeerError as error:
-        missing["geoopt"] = str(error)
+    peer_steps, missing = _peer_steps(rotations)
+    steps |= peer_steps
     seconds = interleave(steps, repetitions=repetitions, warmup=2)
     demanded = sum(flops.cayley_flops(order, count=count) for order, count in SETS[name])
     rows = [_figures(name, variant, samples, seconds[OURS], demanded) for variant, samples in seconds.items()]
     return [*rows, *({"set": name, "variant": peer, "missing": reason} for peer, reason in missing.items())]
+
+
+def _peer_steps(rotations: Rotations) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
+    """Return the step of geoopt's optimizers, or why there is none."""
+    try:
+        geoopt = peers.riemannian_sgds(rotations, learning_rate=LEARNING_RATE)
+    except peers.MissingPeerError as error:
+        return {}, {"geoopt": str(error)}
+    return {peer: optimizer.step for peer, optimizer in geoopt.items()}, {}
+
+
+def measure_large(threads: int | None) -> list[dict[str, Any]]:
+    """Take one step of one rotation of every large order, and weigh it: the peak above what was resident before."""
+    torch.set_num_threads(threads or torch.get_num_threads())
+    rows = []
+    for order in LARGE_ORDERS:
+        rotations = draw_rotations([(order, 1)])
+        makers = {OURS: lambda given: CayleySGD(_copies(given), lr=LEARNING_RATE).step}
+        makers |= {peer: partial(_peer_step, peer) for peer in _peer_steps(draw_rotations([(2, 1)]))[0]}
+        for variant, make in makers.items():
+            rows.append(
+                {"threads": torch.get_num_threads(), "order": order, "variant": variant} | _weigh(make(rotations))
+            )
+    return rows
+
+
+def _peer_step(peer: str, rotations: Rotations) -> Callable[[], object]:
+    return _peer_steps(rotations)[0][peer]
+
+
+def _weigh(step: Callable[[], object]) -> dict[str, float]:
+    reset_peaks(torch.device("cpu"))
+    before = peak_rss_bytes()
+    return {"seconds": timed(step), "peak_above_gib": (peak_rss_bytes() - before) / GIB}
 
 
 def measure_batch(name: str, *, repetitions: int) -> list[dict[str, Any]]:
@@ -155,11 +190,37 @@ def _target(row: dict[str, Any]) -> str:
     return f"≤ {GEOOPT_TARGET}" if row["variant"].startswith("geoopt") else "–"
 
 
+def large_table(rows: Sequence[dict[str, Any]]) -> facts.Table:
+    """Return what single steps of large rotations took."""
+    columns = (
+        "threads",
+        "order",
+        "variant",
+        "first step (s)",
+        "peak above before (GiB)",
+        "matrix (GiB)",
+        "GFLOP/s demanded",
+    )
+    return facts.make_table("Optimizer step of one large rotation", columns, [_large_cells(row) for row in rows])
+
+
+def _large_cells(row: dict[str, Any]) -> list[str]:
+    order, seconds = row["order"], row["seconds"]
+    rate = f"{flops.cayley_flops(order) / seconds / 1e9:.3g}" if row["variant"] == OURS else "–"
+    sizes = [f"{row['peak_above_gib']:.2f}", f"{4 * order**2 / GIB:.2f}"]
+    return [str(row["threads"]), str(order), row["variant"], f"{seconds:.2f}", *sizes, rate]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every set, and write the figures."""
     parser = facts.parser(__doc__, output="optimizer.json", repetitions=15)
     parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS)[:-1])
+    parser.add_argument("--large", action="store_true", help=f"only one step of orders {LARGE_ORDERS}, and its memory")
     options = parser.parse_args(arguments)
+    if options.large:
+        large = measure_large(options.threads)
+        facts.report(options.output, [large_table(large)], {"large": large})
+        return
     numbers = [options.threads] if options.threads else sorted({1, 2, torch.get_num_threads()})
     rows = [row for number in numbers for row in measure_threads(number, options.sets, repetitions=options.repetitions)]
     facts.report(options.output, [table(rows)], {"optimizer": rows})

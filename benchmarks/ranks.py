@@ -33,6 +33,7 @@ from benchmarks.variants import (
 )
 from rotexp.metrics.memory import peaks, reset_peaks
 from rotexp.optim.cayley_sgd import CayleySGD
+from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.own_rows.division import dividing
 from rotexp.sharding.applying import shard
 from rotexp.sharding.communication import Communication
@@ -128,7 +129,7 @@ def measure_rank(request: RankRequest) -> dict[str, Any]:
         raise ValueError(f"--batch {request.batch}: must be a multiple of the {world_size} ranks; choose another")
     workload = Workload(request.model, request.batch, request.tokens, getattr(torch, request.dtype), device)
     with contextlib.ExitStack() as stack:
-        step, network, token_ids = _sharded_step(request, workload, stack)
+        step, network, token_ids = real_step(request, workload, stack)
         step()  # allocates, and fixes FSDP's dtypes
         modes = measure_modes(step, network, request)
         figures = _count(step)
@@ -141,13 +142,30 @@ def _device(request: RankRequest) -> torch.device:
     return torch.device("cpu") if request.device == "cpu" else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
-def _sharded_step(
+def real_step(
     request: RankRequest, workload: Workload, stack: contextlib.ExitStack
 ) -> tuple[Callable[[], None], Any, Tensor]:
     """Return this rank's training step, valid until the stack is left, the network, and its share of the batch."""
-    network = load_network(workload)
-    quantizer = next(iter(QUANTIZERS)) if request.variant == LIMIT else request.variant.split()[0]
-    model = rotated_model(network, quantizer)
+    model = rotated_model(load_network(workload), quantizer_of(request))
+    optimizer = CayleySGD([matrix for _, matrix in model.bank.items()], lr=0.1)
+    step, token_ids = sharded_step(model, optimizer, request, workload, stack)
+    return step, model.network, token_ids
+
+
+def quantizer_of(request: RankRequest) -> str:
+    """Return the quantizer that is placed, and for the limit switched off."""
+    return next(iter(QUANTIZERS)) if request.variant == LIMIT else request.variant.split()[0]
+
+
+def sharded_step(
+    model: RotatedModel, optimizer: Any, request: RankRequest, workload: Workload, stack: contextlib.ExitStack
+) -> tuple[Callable[[], None], Tensor]:
+    """Shard a model that `placed_model` placed, and return this rank's step, and its share of the batch.
+
+    Args:
+        optimizer: of the rotations: `step` and `zero_grad`.
+        stack: until which is left the step is valid.
+    """
     model.mode.rotate = model.mode.quantize = request.variant != LIMIT
     communication = Communication(rank=dist.get_rank(), world_size=dist.get_world_size(), device=workload.device)
     sharding = ShardingConfig(request.strategy)
@@ -164,11 +182,10 @@ def _sharded_step(
     division = stack.enter_context(dividing(model, sharding, communication=communication, frozen=frozen))
     coordinator = Coordinator(model.network, communication)
     coordinator.broadcast()
-    optimizer = CayleySGD([matrix for _, matrix in model.bank.items()], lr=0.1)
     objective = CrossEntropy()
     share = request.batch // communication.world_size
     first = communication.rank * share
-    vocabulary = network.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    vocabulary = model.network.get_input_embeddings().num_embeddings  # type: ignore[operator]
     token_ids = workload.token_ids(vocabulary)[first : first + share]
     if request.variant == LIMIT:
         _require_gradient_of_embeddings(model.network)
@@ -183,7 +200,7 @@ def _sharded_step(
             optimizer.step()
             optimizer.zero_grad()
 
-    return step, model.network, token_ids
+    return step, token_ids
 
 
 def _require_gradient_of_embeddings(network: Any) -> None:
@@ -241,7 +258,7 @@ def _count(step: Callable[[], None]) -> dict[str, Any]:
     return {
         "collectives": dict(seen.counts),
         "bytes": dict(seen.num_bytes),
-        "received_bytes": seen.received_bytes(world_size=dist.get_world_size()),
+        "received_bytes": seen.received_bytes,
         "flops": operations,
     }
 

@@ -30,6 +30,8 @@ LIMIT = "limit"
 LEARNING_RATE = 0.1
 MAX_GRAD_NORM = 1.0
 
+LEARNED = RotationConfig("learned", r1=True, r2=True)
+
 QUANTIZERS = {
     "w16a4": QuantConfig("w16a4", QuantSpec(), QuantSpec(4, symmetric=False)),
     "w4a4": QuantConfig("w4a4", QuantSpec(4, clip_search=True), QuantSpec(4, symmetric=False)),
@@ -155,13 +157,16 @@ def limit_step(network: nn.Module, token_ids: Tensor) -> Callable[[], None]:
 
 def rotated_model(network: nn.Module, quantizer: str) -> RotatedModel:
     """Return a twin of a network with trained R1 and R2 and quantizers in place, switched on."""
-    own = twin(network)
-    rotation = RotationConfig("learned", r1=True, r2=True)
-    model = place(own, find_spec(own), rotation, QUANTIZERS[quantizer], seed=0)
+    model = placed_model(twin(network), quantizer)
     model.bank.to(next(network.parameters()).device)
     prepare(model)
     model.mode.rotate = model.mode.quantize = True
     return model
+
+
+def placed_model(network: nn.Module, quantizer: str) -> RotatedModel:
+    """Return a network with trained R1 and R2 and quantizers placed in it, which may be on the meta device."""
+    return place(network, find_spec(network), LEARNED, QUANTIZERS[quantizer], seed=0)
 
 
 def rotated_step(model: RotatedModel, token_ids: Tensor, *, searching: bool = False) -> Callable[[], None]:
