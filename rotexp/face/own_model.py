@@ -81,7 +81,7 @@ def prepare(placed: RotatedModel, token_ids: Tensor | None = None) -> float:
 
     To be called once, before training, after sharding if the model is sharded. Train inside of
     `placed.mode.set(rotate=True, quantize=True)`, and call `placed.refresh_quantizers()` every few steps, since the
-    weights' clip ratios are kept until then.
+    weights' clip ratios are kept until then. Norms that are trained must require gradients by now.
 
     Args:
         token_ids: of the proof, (batch, tokens), the same on every rank (None: 64 random ones).
@@ -114,7 +114,7 @@ def merge(placed: RotatedModel) -> float:
         The relative error of the logits, on the tokens of `prepare`.
 
     Raises:
-        ValueError: the model is not prepared, or its proof failed.
+        ValueError: the model is not prepared, its proof failed, or norms require gradients only since it was prepared.
         ArithmeticError: a rotation is not orthogonal, and nothing has changed; or the error is too large.
     """
     _check_placed(placed, "merge")

@@ -11,6 +11,7 @@ from rotexp.rotation.invariance import check_invariance, check_merged, trace
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.mode import BROKEN
 from rotexp.rotation.model import RotatedModel, Trace
+from rotexp.rotation.norms import trains_norms
 from rotexp.sharding.communication import Communication
 
 LIMIT = 1e-3
@@ -58,9 +59,11 @@ def merge_and_prove(model: RotatedModel, original: Trace, *, dtype: torch.dtype,
         The relative error of the logits.
 
     Raises:
+        ValueError: norms were trained without having been declared so, and nothing has changed.
         ArithmeticError: a rotation is not orthogonal, and nothing has changed; or the merged model computes something
             else, and is of no use any more.
     """
+    _check_norms(model)
     _check_orthogonal(model)
     expected = trace(model, original.token_ids, rotate=True) if weights_trained else original
     model.proof = None
@@ -68,6 +71,16 @@ def merge_and_prove(model: RotatedModel, original: Trace, *, dtype: torch.dtype,
     error = check_merged(expected, model, dtype=dtype)
     model.proof = expected
     return error
+
+
+def _check_norms(model: RotatedModel) -> None:
+    """Refuse gains of a stream that was not rotated: they are none of the merged model's."""
+    residual = model.residual
+    if residual is not None and residual.name in model.mode.within and trains_norms(model.network, model.spec):
+        raise ValueError(
+            "merge: norms require gradients that did not when the model was prepared, so they were trained on a "
+            "residual stream that was not rotated; call requires_grad_ on them before rotexp.prepare"
+        )
 
 
 @torch.no_grad()

@@ -20,11 +20,12 @@ from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import RotationBank
-from rotexp.rotation.invariance import relative_error
+from rotexp.rotation.invariance import relative_error, trace
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.options import RotationConfig
+from rotexp.rotation.proof import merge_and_prove
 from rotexp.rotation.trainable import train_also
 from rotexp.rotation.trial import _Widened
 from rotexp.rotation.within import quantize_within
@@ -224,6 +225,7 @@ def test_a_merged_model_computes_what_was_trained(name: str) -> None:
 
 
 @pytest.mark.usefixtures("exactly")
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [2], indirect=True)
 def test_orders_of_256_and_64_and_two_threads(threads: int) -> None:
     assert torch.get_num_threads() == threads
@@ -301,6 +303,15 @@ def test_trained_norms_act_on_a_rotated_stream(name: str, params: Trainable) -> 
     before = logits(model, token_ids, quantize=True)
     merge(model)
     assert relative_error(before, logits(model, token_ids, quantize=True)) <= TANGENT
+
+
+def test_norms_that_are_trained_without_saying_so_in_time_are_no_part_of_a_merge() -> None:
+    model, token_ids = rotated(make_source("llama"), wanted("llama", "all"), W16A4), make_token_ids()
+    original, before = trace(model, token_ids, rotate=False), logits(model, token_ids, quantize=True)
+    model.network.get_submodule("model.norm").requires_grad_()
+    with pytest.raises(ValueError, match=r"^merge: norms require gradients .* before rotexp\.prepare$"):
+        merge_and_prove(model, original, dtype=torch.float32, weights_trained=True)
+    assert torch.equal(logits(model, token_ids, quantize=True), before)
 
 
 @pytest.mark.usefixtures("exactly")
