@@ -94,8 +94,8 @@ def bit_digest(tensor: Tensor) -> Tensor:
     Bit patterns of 8 bytes, times an odd number each, are added up over a row, and what rows come to likewise, modulo
     2⁶⁴: no change of 8 bytes is lost, since none times an odd number is a multiple of 2⁶⁴. In between, what a row comes
     to is changed one to one, its high half spread over the low one: the highest bits of 8 bytes have equal weights,
-    so that an even number of changes would be lost wherever they are, such as the signs of a column of numbers. Now it
-    is in one row alone, in none for a column of a float32 matrix of 48 rows and columns or more.
+    so that an even number of changes would be lost wherever they are, such as the signs of a column of numbers. Now
+    they are lost only where every row has an even number of them, which columns of wide matrices have not.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     flat = flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat
