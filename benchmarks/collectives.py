@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -63,7 +64,7 @@ def _group_size(args: Any, kwargs: Any) -> int:
     objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
     groups = [dist.ProcessGroup.unbox(each) for each in objects if each._type().name() == "ProcessGroup"]  # type: ignore[attr-defined]
     names = [leaf for leaf in leaves if isinstance(leaf, str)]
-    group: Any = groups[0] if groups else dist.distributed_c10d._resolve_process_group(names[-1])
+    group: Any = groups[0] if groups else _resolve_process_group(names[-1])  # type: ignore[arg-type]
     return int(group.size())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -115,17 +114,17 @@ def measure_large(threads: int | None) -> list[dict[str, Any]]:
     rows = []
     for order in LARGE_ORDERS:
         rotations = draw_rotations([(order, 1)])
-        makers = {OURS: lambda given: CayleySGD(_copies(given), lr=LEARNING_RATE).step}
-        makers |= {peer: partial(_peer_step, peer) for peer in _peer_steps(draw_rotations([(2, 1)]))[0]}
-        for variant, make in makers.items():
-            rows.append(
-                {"threads": torch.get_num_threads(), "order": order, "variant": variant} | _weigh(make(rotations))
-            )
+        variants = (OURS, *_peer_steps(draw_rotations([(2, 1)]))[0])
+        for variant in variants:
+            row = {"threads": torch.get_num_threads(), "order": order, "variant": variant}
+            rows.append(row | _weigh(_one_step(variant, rotations)))
     return rows
 
 
-def _peer_step(peer: str, rotations: Rotations) -> Callable[[], object]:
-    return _peer_steps(rotations)[0][peer]
+def _one_step(variant: str, rotations: Rotations) -> Callable[[], object]:
+    if variant == OURS:
+        return CayleySGD(_copies(rotations), lr=LEARNING_RATE).step
+    return _peer_steps(rotations)[0][variant]
 
 
 def _weigh(step: Callable[[], object]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,7 +70,7 @@ class ValuesReadAsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class StillOptimizer:
     """Forgets gradients and moves nothing: the real one is counted apart, as it reads what it is given."""
 
-    def __init__(self, rotations: list[Tensor]) -> None:
+    def __init__(self, rotations: list[nn.Parameter]) -> None:
         self._rotations = rotations
 
     def step(self) -> None:
@@ -125,7 +125,7 @@ def _fake_world(world_size: int) -> Iterator[None]:
     build_mesh = applying.build_mesh
 
     def build(*arguments: Any, **options: Any) -> Any:
-        with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+        with unset_fake_temporarily():
             return build_mesh(*arguments, **options)
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -181,8 +181,8 @@ def measure(size: str, *, world_size: int, strategy: str, tokens: int, dtype: st
 
 def table(rows: Sequence[dict[str, Any]]) -> facts.Table:
     """Return the figures for people, every one beside the limit's."""
-    columns = ("model", "ranks", "strategy", "variant", "TFLOP a rank", "÷ limit")
-    columns += ("GiB received", "÷ limit", "GiB held", "÷ limit")
+    figures = ("TFLOP a rank", "GiB received", "GiB held")
+    columns = ["model", "ranks", "strategy", "variant", *(name for each in figures for name in (each, "÷ limit"))]
     limits = {_place(row): row for row in rows if row["variant"] == LIMIT}
     return facts.make_table("One step on paper", columns, [_cells(row, limits[_place(row)]) for row in rows])
 

@@ -1,4 +1,4 @@
-"""Systems (I + B) X = T of a short skew B by matrix products alone: block elimination, its pivots inverted by series."""
+"""Systems (I + B) X = T of a short skew B by products alone: block elimination, its pivots inverted by series."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from rotexp.orthogonal.linear_systems import check_residual, probe_vector
 
 MOST_POWERS = 12
-"""Powers of B² up to which products are cheaper than a factorization by LAPACK, at every order measured."""
+"""Powers of B² up to which products are chosen: enough for ‖B‖₂ = ½, where they add 3 n³ at order 64, 0.4 n³ at 576."""
 WIDTH_MULTIPLE = 16
 WIDTH_OVER_ROOT = 4.0
 
@@ -30,8 +30,8 @@ def powers_needed(length: float, dtype: torch.dtype) -> int | None:
 def truncation_error(length: float, *, powers: int) -> float:
     """Return a bound on the spectral error of (I + B)⁻¹ (I − B) = 2 (I + B)⁻¹ − I by `solve_near_identity`.
 
-    It is 2 (1 + b) b^(2 powers + 3), b < 1 a bound on ‖B‖₂. A pivot C = I + E is inverted as C̃⁻¹ = (I − (−E)^m) C⁻¹ with
-    m = 2 powers + 3, so the solution is that of a system with C̃ for C, and ‖C̃ − C‖ is (1 + b) b^m to the leading order;
+    It is 2 (1 + b) b^m to the leading order, m = 2 powers + 3. A pivot C = I + E is inverted as (I − (−E)^m) C⁻¹, which
+    is the inverse of another pivot C̃, so the solution is that of a system with C̃ for C, and ‖C̃ − C‖ is (1 + b) b^m;
     (I + B)⁻¹ does not lengthen it. That ‖E‖ ≤ b for every pivot: E y₂ is the lower part of B y for the y whose upper
     part the elimination fixes by (B y)₁ = −y₁, so ‖E y₂‖² = ‖B y‖² − ‖y₁‖² ≤ b² ‖y₂‖² + (b² − 1) ‖y₁‖².
 
@@ -46,8 +46,9 @@ def solve_near_identity(skew: Tensor, target: Tensor, *, powers: int) -> Tensor:
     """Solve (I + B) X = T for a skew B with ‖B‖₂ < 1, without pivoting, factorizations or the host's waiting.
 
     Elimination by blocks, on what is left of each pivot when the identity is taken away, so that no small square is
-    rounded away next to it. Products with all their operands at hand run several times faster than LAPACK's LU, in
-    batches too, and right with any number of threads. It demands n³/3 + n³ multiplications, and a little for pivots.
+    rounded away next to it. Products run two to five times faster than LAPACK's LU for as many solutions (orders 64 to
+    2048, CPU), in batches too, and right with any number of threads. It demands n³/3 + n³ multiplications, and a little
+    for pivots.
 
     Args:
         skew: B (..., n, n), float32 or float64.
@@ -58,7 +59,7 @@ def solve_near_identity(skew: Tensor, target: Tensor, *, powers: int) -> Tensor:
         X (..., n, n), same dtype, contiguous. What is not finite spoils its own solution only, unchecked.
 
     Raises:
-        RuntimeError: a solution is wrong, as it is where B is longer than was said: see `linear_systems.check_residual`.
+        RuntimeError: a solution is wrong, as where B is longer than was said: see `linear_systems.check_residual`.
 
     Source: Golub and Van Loan, "Matrix Computations", 3.2.10 (block LU) and 4.1.3 (no pivoting for a positive definite
     symmetric part).

@@ -1,4 +1,4 @@
-"""What `benchmarks.scale` says of a step without weights or ranks is what real ranks count, and deep models are straight."""
+"""What `benchmarks.scale` says of a step without weights or ranks is what real ranks count, at any depth."""
 
 from __future__ import annotations
 

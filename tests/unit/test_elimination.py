@@ -29,7 +29,7 @@ def random_skew(*shape: int, seed: int) -> Tensor:
 
 
 def spectra(order: int, seed: int) -> dict[str, Tensor]:
-    """Return skew matrices of an even order and unit norm: dense, all planes alike, and one plane within or across pivots."""
+    """Return skew matrices of an even order and unit norm: dense, all planes alike, one plane in or across pivots."""
     within, across = torch.zeros(2, order, order, dtype=torch.float64)
     within[0, 1], across[0, -1] = 1.0, 1.0
     planes = torch.block_diag(*[torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)] * (order // 2))
