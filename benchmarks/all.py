@@ -58,14 +58,20 @@ TINY_STEP = "--models nano --batches 1 --tokens 16 --repetitions 1 --variants w4
 PROGRAMS = (
     Program("step", "--batches 1 --repetitions 3", TINY_STEP, part="1"),
     Program("step", "--batches 4 --repetitions 2 --variants w16a4 w4a4", TINY_STEP, part="4"),
+    Program("evaluation", "--windows 16", "--models nano --windows 2 --tokens 16 --repetitions 1 --no-memory"),
     Program("operations", "--repetitions 1", "--model nano --tokens 16 --repetitions 1"),
     Program("optimizer", "--repetitions 7", "--sets '48² + 2 × 12²' --repetitions 1"),
     Program("quantizers", "--repetitions 7", "--shapes 32x48 --repetitions 1"),
     Program("sharding", "", "--model nano --ranks 2 --batch 2 --tokens 8 --repetitions 1 --variants w4a4"),
     Program("own_rows", "", "--models nano"),
+    Program("scale", "", "--sizes 1b --strategies no_shard --worlds 2 --tokens 16"),
     Program("trained_memory", "--model nano", "--model nano --tokens 8 --strategies no_shard"),
     Program("startup", "--models tiny --repetitions 3", "--models --repetitions 1"),
-    Program("overhead", "--repetitions 6", f"--runs 'rotations, full' --repetitions 1 {TINY_RUN}"),
+    Program(
+        "overhead",
+        "--trackers wandb --repetitions 4",
+        f"--runs 'rotations, full' --ranks 2 --trackers jsonl --repetitions 1 {TINY_RUN}",
+    ),
     Program("sync_modes", "--repetitions 2", f"--modes event --repetitions 1 sharding=full train.steps=2 {TINY_RUN}"),
 )
 """In the order of the page. A new program is a line here: its section comes at the page's end until it is moved."""
