@@ -31,8 +31,8 @@ DOUBTED_SHARE = 0.1
 USUAL_SHARE = 0.05
 """Of whole lines and sentences that unrelated texts may have in common; the built-in ones have 2.6% at the defaults."""
 
-
 BuiltinCorpus = Callable[[], Corpus]
+"""Returns the built-in texts."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from rotexp.config.composition import to_plain
 from rotexp.experiment.context import Context
 from rotexp.files.reading import UnreadableError, read_json
 from rotexp.metrics.quality import Quality
+from rotexp.quant.integer_products import has_integer_units
 from rotexp.rotation.model import RotatedModel
 from rotexp.runfolder.layout import JOBS_FILE
 from rotexp.runfolder.records import readable_summary, revived
@@ -59,7 +60,10 @@ def share_rows(context: Context, model: RotatedModel, *, weights: str) -> None:
 
 
 def row_digests(context: Context, model: RotatedModel, *, weights: str) -> dict[str, str]:
-    """Return for each row 16 hex digits of all that its figures depend on, to the last bit."""
+    """Return for each row 16 hex digits of all that its figures depend on, but for the rounding of `FloatAnswers`.
+
+    What is trained decides which rotations act within quantizers, and whether codes are multiplied is the CPU's matter.
+    """
     config, plain = context.config, to_plain(context.config)
     common = {
         "weights": weights,
@@ -70,10 +74,11 @@ def row_digests(context: Context, model: RotatedModel, *, weights: str) -> dict[
         "world_size": context.communication.world_size,
         "device": torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else context.device.type,
         "threads": torch.get_num_threads(),
+        "params": plain["train"]["params"],
         "versions": versions(),
         "code": _code_digest(),
     }
-    quantized = common | {"quant": _without(plain["quant"], LABELS)}
+    quantized = common | {"quant": _without(plain["quant"], LABELS), "integer_units": has_integer_units()}
     rotated = quantized | {"rotation": _without(plain["rotation"], LABELS + STARTS), "seed": config.seed}
     start = rotated | {"rotations": _rotations_digest(model)}
     return {row: _digest(facts) for row, facts in zip(ROWS, (common, quantized, start, rotated), strict=True)}
@@ -83,11 +88,11 @@ def find_rows(folder: Path, digests: Mapping[str, str]) -> dict[str, tuple[Quali
     """Return the rows that finished jobs of a run's sweep have measured, and the folder, below the sweep's, of each."""
     found: dict[str, tuple[Quality, str]] = {}
     for below, summary in _finished_jobs(folder):
-        theirs = summary.get("shared_rows", {})
+        theirs = _mapping(summary, "shared_rows")
+        known, origins, figures = _mapping(theirs, "digests"), _mapping(theirs, "from"), _mapping(summary, "evaluation")
         for row, digest in digests.items():
-            figures = summary.get("evaluation", {}).get(row)
-            if row not in found and figures and theirs.get("digests", {}).get(row) == digest:
-                found[row] = Quality(**revived(figures)), theirs["from"].get(row, below)
+            if row not in found and row in figures and known.get(row) == digest:
+                found[row] = Quality(**revived(figures[row])), origins.get(row, below)
     if not {"float", "quantized"} <= found.keys():
         return {row: pair for row, pair in found.items() if row not in ("float", "quantized")}
     return found
@@ -105,6 +110,12 @@ def _finished_jobs(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for job in jobs:
         if job.get("status") == "done" and job.get("below"):
             yield job["below"], readable_summary(sweep / job["below"])
+
+
+def _mapping(facts: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return what another run's file has under a key; nothing where that is no mapping."""
+    held = facts.get(key)
+    return held if isinstance(held, Mapping) else {}
 
 
 def _agreed(context: Context, found: Mapping[str, Quality]) -> dict[str, Quality]:

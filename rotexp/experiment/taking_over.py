@@ -68,8 +68,16 @@ class TakenOver:
             self.step_seconds = self._saved["state"]["seconds"] / max(self.step, 1)
             self.run_ids = _run_ids(self._saved["tracker"])
             if self._same(MEASURED_BY) and self._saved["evaluation"]["protocol"] == self._protocol:
-                self.evaluation = self._saved["evaluation"]
+                self.evaluation = dict(self._saved["evaluation"])
                 self.shared_rows = facts.get("shared_rows", {})
+                if not self._config["evaluation"]["share_rows"]:
+                    self._forget_shared_rows()
+
+    def _forget_shared_rows(self) -> None:
+        """Let the rows that another run had measured be measured again."""
+        for row in self.shared_rows:
+            del self.evaluation[row]
+        self.shared_rows = {}
 
     def load(self, state: TrainingState, *, base: str, communication: Communication) -> list[str]:
         """Read the checkpoint into a state; return what people should know.

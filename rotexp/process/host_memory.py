@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 def available_bytes() -> int | None:
-    """Return what programs can still be given without swapping, as Linux says; None on another system."""
+    """Return what programs can still be given without swapping, as Linux says; None on another system.
+
+    A container's own limit is not looked at.
+    """
     facts = Path("/proc/meminfo")
     if not facts.is_file():
         return None

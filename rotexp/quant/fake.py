@@ -9,7 +9,7 @@ from rotexp.quant.clip_search import search_clip_ratios
 from rotexp.quant.encoded import EncodedTensor, encode, encode_codes
 from rotexp.quant.grouping import computed, grouped_by
 from rotexp.quant.integers import Integers, QuantizedTensor
-from rotexp.quant.quantizer import Quantizer, check_takes, code_dtype
+from rotexp.quant.quantizer import Grid, Quantizer, check_takes, code_dtype
 from rotexp.quant.scales import LearnedRatios
 from rotexp.quant.spec import QuantSpec
 from rotexp.quant.straight_through import LearnedStep, StraightThrough
@@ -118,6 +118,10 @@ class FakeQuantizer:
         """Return what `encode` does without the values."""
         self._check_enabled()
         return encode_codes(x, quantizer=self.quantizer, groups=self._groups(x), clip=self._clip(x), clips=self.clips)
+
+    def kept(self, codes: Tensor, *grid: Tensor) -> EncodedTensor:
+        """Return what `encode` gave, of which the `tensors` were kept."""
+        return EncodedTensor(codes, Grid(*grid), self.quantizer, self.clips)
 
     def search(self, x: Tensor) -> Tensor:
         """Search the clip ratios of x: (..., width), as `rotexp.quant.clip_search` does; they are not kept."""

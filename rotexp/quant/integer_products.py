@@ -19,7 +19,8 @@ from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.integers import Integers
 
 DIGITS = {torch.float32: 4, torch.bfloat16: 2}
-"""How many digits of 8 bits stand for a value of each dtype: as many as err less than a product in that dtype."""
+"""How many digits of 8 bits stand for a value of each dtype: as many as err less than a product in that dtype, unless
+what is largest in a row meets codes of zero."""
 
 LONGEST = 2**17 - 1
 """The longest sum of products of two int8 that int32 holds."""
@@ -61,9 +62,14 @@ def has_int8_form(quantizer: FakeQuantizer, width: int) -> bool:
 
 
 def can_multiply(x: Tensor, *, outputs: int) -> bool:
-    """Return whether the integer units take x: (..., width) and a weight (outputs, width), forward and backward."""
-    longest = max(x.shape[-1], outputs, x.numel() // max(1, x.shape[-1]))
-    return x.device.type == "cpu" and x.dtype in DIGITS and longest <= LONGEST and has_integer_units()
+    """Return whether the integer units take x: (..., width) and a weight (outputs, width), forward and backward.
+
+    Weights of one row or one column are not among them: for such strides torch 2.13 returns other numbers.
+    """
+    width = x.shape[-1]
+    longest = max(width, outputs, x.numel() // max(1, width))
+    fits = min(width, outputs) > 1 and longest <= LONGEST
+    return fits and x.device.type == "cpu" and x.dtype in DIGITS and has_integer_units()
 
 
 def coded_rows(encoded: EncodedTensor) -> Coded:
@@ -76,10 +82,11 @@ def coded_rows(encoded: EncodedTensor) -> Coded:
 def multiply_codes(a: Coded, b: Coded) -> Tensor:
     """Return `A Bᵀ`, `(rows of a, rows of b)`, float32.
 
-    Each element is the exact sum rounded once, and twice more by the scales: it is off by at most 3 · 2⁻²⁴ of itself.
+    Each element is the exact sum rounded once, and twice more by the scales, those of B first, which may not overflow:
+    it is off by at most 3 · 2⁻²⁴ of itself.
     """
     products = torch._int_mm(a.codes, b.codes.mT)
-    return products.to(torch.float32).mul_(a.scale).mul_(b.scale.mT)
+    return products.to(torch.float32).mul_(b.scale.mT).mul_(a.scale)
 
 
 def multiply_digits(values: Tensor, codes: Tensor, *, digits: int) -> Tensor:

@@ -18,7 +18,6 @@ from rotexp.quant.coded_input import CodedInput
 from rotexp.quant.encoded import EncodedTensor
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.integer_products import DIGITS, Coded, coded_rows, multiply_codes, multiply_digits
-from rotexp.quant.quantizer import Grid
 from rotexp.rotation.products import rotate_weight, weight_gradients
 
 
@@ -164,6 +163,5 @@ def _encoded_weight(
     """Return the weight that multiplied x, kept or made once more."""
     quantizer: FakeQuantizer = ctx.quantizer
     if kept:
-        codes, *grid = kept
-        return EncodedTensor(codes, Grid(*grid), quantizer.quantizer, quantizer.clips)
+        return quantizer.kept(*kept)
     return quantizer.encode_codes(rotate_weight(weight, before=before, after=after, rows=ctx.rows))

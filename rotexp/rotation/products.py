@@ -15,10 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rotexp.models.arch import ValueRows
-from rotexp.quant.encoded import EncodedTensor
 from rotexp.quant.fake import FakeQuantizer
 from rotexp.quant.grouping import sum_groups
-from rotexp.quant.quantizer import Grid
 from rotexp.quant.straight_through import ratio_slopes
 
 
@@ -128,9 +126,7 @@ def _used_weight(
     """
     quantizer: FakeQuantizer = ctx.quantizer
     if encoded:
-        codes, *grid = encoded
-        kept = EncodedTensor(codes, Grid(*grid), quantizer.quantizer, quantizer.clips)
-        return *kept.decode(dtype=weight.dtype), None
+        return *quantizer.kept(*encoded).decode(dtype=weight.dtype), None
     rotated = rotate_weight(weight, before=before, after=after, rows=ctx.rows)
     if not quantizer.spec.enabled:
         return rotated, None, None

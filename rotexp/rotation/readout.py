@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from rotexp.models.arch import head_name, model_type
 from rotexp.rotation.linear import RotatedLinear
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.products import rotate_columns
+from rotexp.rotation.shell import Shell, forward_of, inputs_of
 
 CHUNK_BYTES = 64 * 2**20
 """How much memory the float32 logits of one chunk may take: 341 tokens of 49152 words, 64 of 262144."""
@@ -33,18 +33,13 @@ class FinalStates:
     Attributes:
         values: (batch, tokens, hidden): what the last norm reads, or the head where there is none or where it reads
             another width.
-        rotated: whether they are in R1's basis, by mode; a merged model's always are, and are not called so.
+        rotated: whether R1 turns them, by mode; a merged model's always are, and are not called so.
         merged: whether they are a merged model's.
     """
 
     values: Tensor
     rotated: bool = False
     merged: bool = False
-
-
-Measure = Callable[[Sequence[Tensor], slice], Tensor]
-"""Maps logits of a chunk, one (rows, vocabulary) float32 for each of some states, and the rows that these are among all
-tokens of the batch in order, to a few figures a row: (rows, figures). It may overwrite the logits."""
 
 
 class Readout:
@@ -64,7 +59,7 @@ class Readout:
         self._hidden = hidden
         self._model = model
         self._norm = last_norm(model)
-        self._finish = _Shell(model)
+        self._finish = Shell(model)
 
     def inputs(self, states: FinalStates | None = None) -> Tensor:
         """Return what the head's weight is multiplied by, (tokens of the whole batch, hidden), with a gradient.
@@ -86,9 +81,10 @@ class Readout:
             return values
         in_own_basis = not states.rotated and not states.merged
         if model.prepared and model.rms_norms and in_own_basis:
-            values = values - values.mean(-1, keepdim=True)  # which its norms subtract no more
+            wide = values.to(torch.promote_types(values.dtype, torch.float32))
+            values = (wide - wide.mean(-1, keepdim=True)).to(values.dtype)  # which its norms subtract no more
         if model.merged_residual is not None and in_own_basis:
-            values = rotate_columns(values, model.merged_residual)
+            values = rotate_columns(values, model.merged_residual.to(values.device))
         normalized: Tensor = self._norm(values)
         return normalized
 
@@ -113,19 +109,6 @@ class Readout:
         rows = chunk_rows(self.weight.shape[0])
         yield from (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
 
-    @torch.no_grad()
-    def measure(self, measure: Measure, beside: Sequence[FinalStates] = ()) -> Tensor:
-        """Return the figures of all tokens, (batch, tokens, figures), the logits chunk by chunk.
-
-        Args:
-            beside: more states of the same tokens, whose logits `measure` is given behind those of the call.
-        """
-        inputs = [self.inputs(), *map(self.inputs, beside)]
-        figures = [
-            measure([self.finish(self.project(each[rows])).float() for each in inputs], rows) for rows in self.chunks()
-        ]
-        return torch.unflatten(torch.cat(figures), 0, self._hidden.shape[:-1])
-
 
 def chunk_rows(vocabulary: int) -> int:
     """Return of how many tokens a chunk holds the logits; one at least."""
@@ -142,19 +125,21 @@ def read(model: RotatedModel, token_ids: Tensor, work: Callable[[Readout], Resul
         token_ids: (batch, tokens).
 
     Raises:
-        ValueError: the head is no linear.
+        ValueError: the head is no linear, or the network was compiled as a whole.
     """
     network, head = model.network, _linear_head(model)
-    rotated = model.mode.rotate and model.residual is not None
+    if network._compiled_call_impl is not None:
+        raise ValueError("a network that was compiled as a whole cannot be read in chunks; compile its layers instead")
+    rotated = model.turned_residual is not None
 
     def forward(token_ids: Tensor) -> Any:
-        with _inputs_of(last_norm(model)) as seen:
-            hidden = _Shell(model).hidden(token_ids)
+        with inputs_of(last_norm(model)) as seen:
+            hidden = Shell(model).hidden(token_ids)
         states = FinalStates(seen[0] if seen else hidden, rotated, merged=model.merged_residual is not None)
-        with _forward_of(head, lambda hidden: work(Readout(model, head, states, hidden))):
+        with forward_of(head, lambda hidden: work(Readout(model, head, states, hidden))):
             return head(hidden)
 
-    with _forward_of(network, forward):
+    with forward_of(network, forward):
         result: Result = network(token_ids)
     return result
 
@@ -169,10 +154,10 @@ def reread(model: RotatedModel, states: FinalStates, work: Callable[[Readout], R
 
     def forward(values: Tensor) -> Any:
         hidden = values if norm is None else norm(values)
-        with _forward_of(head, lambda hidden: work(Readout(model, head, states, hidden))):
+        with forward_of(head, lambda hidden: work(Readout(model, head, states, hidden))):
             return head(hidden)
 
-    with _forward_of(network, forward):
+    with forward_of(network, forward):
         result: Result = network(states.values)
     return result
 
@@ -184,34 +169,6 @@ def _linear_head(model: RotatedModel) -> nn.Module:
         kind = type(head).__name__
         raise ValueError(f"model_type={model_type(network)}: its head is a {kind}, where a Linear is needed")
     return head
-
-
-@torch.no_grad()
-def measure(
-    model: RotatedModel, token_ids: Tensor, figures: Measure, *, beside: Sequence[FinalStates] = ()
-) -> tuple[Tensor, FinalStates]:
-    """Return figures of every token, (batch, tokens, figures), and the final states they were read from.
-
-    The logits differ from whole ones by rounding alone, in float32 by at most 1e-5 of the largest: a matrix product
-    rounds otherwise for another number of rows.
-
-    Args:
-        token_ids: (batch, tokens).
-        figures: what is measured of a chunk of logits.
-        beside: final states of the same tokens, of this model in another mode or of another time: `figures` gets their
-            logits, too, in this order. The head is taken as it is now and without quantization, as it always is.
-
-    Raises:
-        ValueError: as `read`.
-    """
-    found: list[tuple[Tensor, FinalStates]] = []  # beside what the network returns, which a policy may cast
-
-    def work(readout: Readout) -> Tensor:
-        found.append((readout.measure(figures, beside), readout.states))
-        return found[0][0]
-
-    read(model, token_ids, work)
-    return found[0]
 
 
 @torch.no_grad()
@@ -238,90 +195,3 @@ def last_norm(model: RotatedModel) -> nn.Module | None:
     if pattern and any(fnmatchcase(name, pattern) for name in modules):
         return None
     return modules.get(model.spec.final_norm or "")
-
-
-class _Shell:
-    """A network's own forward, run around stand-ins for its decoder or its head."""
-
-    def __init__(self, model: RotatedModel) -> None:
-        self._network: Any = model.network
-        self._decoder = model.spec.layers.split(".")[0]
-        self._head = head_name(model.network)
-
-    def hidden(self, token_ids: Tensor) -> Tensor:
-        """Return what the head would be called with: (batch, tokens, hidden)."""
-        seen: list[Tensor] = []
-
-        def head(hidden: Tensor) -> Tensor:
-            seen.append(hidden)
-            return hidden
-
-        self._forward({self._head: head}, token_ids)
-        return seen[0]
-
-    def logits(self, projected: Tensor) -> Tensor:
-        """Return the logits that come of what the head returns for some tokens: both (tokens, vocabulary)."""
-        batch = projected.unsqueeze(0)
-        logits = self._forward({self._decoder: _Decoder(batch), self._head: lambda _hidden: batch}, None).logits
-        return projected if logits is batch else logits.squeeze(0)
-
-    def _forward(self, stand_ins: dict[str, Any], token_ids: Tensor | None) -> Any:
-        network = self._network
-        shell = object.__new__(type(network))
-        shell.__dict__.update(network.__dict__)
-        shell.__dict__["_modules"] = {**network._modules, **stand_ins}
-        return type(network).forward(shell, token_ids, use_cache=False)
-
-
-class _Decoder:
-    """Stands for a decoder, or for one inside of it, that has computed some states already."""
-
-    def __init__(self, states: Tensor) -> None:
-        self._states = states
-
-    def __getattr__(self, _name: str) -> _Decoder:
-        return self
-
-    def __call__(self, *_args: Any, **_options: Any) -> Any:
-        return _Output(self._states)
-
-
-class _Output:
-    """A decoder's output of which nothing but the last hidden state is known."""
-
-    def __init__(self, states: Tensor) -> None:
-        self.last_hidden_state = states
-
-    def __getitem__(self, _index: int) -> Tensor:
-        return self.last_hidden_state
-
-    def __getattr__(self, _name: str) -> None:
-        return None
-
-
-@contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module compute something else inside the block; its hooks stay."""
-    before = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-
-@contextmanager
-def _inputs_of(module: nn.Module | None) -> Iterator[list[Tensor]]:
-    """Collect what a module is called with inside the block."""
-    seen: list[Tensor] = []
-    if module is None:
-        yield seen
-        return
-    hook = module.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
-    try:
-        yield seen
-    finally:
-        hook.remove()

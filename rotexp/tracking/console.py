@@ -149,7 +149,7 @@ def results_table(
         trained: whether the merged rotations were trained; else their row is called merged.
     """
     table = Table(title=title, title_justify="left")
-    table.add_column("model")
+    table.add_column("model", no_wrap=True)
     for column in ("perplexity", "against float", "KL (nats)", "top-1 agreement", "time"):
         table.add_column(column, justify="right")
     base = evaluation["float"]["perplexity"]

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 import torch
 import torch.distributed as dist
-from families import VOCABULARY, logits, make_token_ids, rotated
+from families import VOCABULARY, logits, make_token_ids, measure, rotated
 from ranks_families import QUANTS, ROTATION, load_sharded, make_source
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -20,7 +20,6 @@ from rotexp.rotation import readout
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
-from rotexp.rotation.readout import measure
 from rotexp.sharding.guard import UnshardGuard, install
 from rotexp.sharding.local_rows import reshard
 from rotexp.sharding.options import Dtype, SyncConfig, SyncMode

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from rotexp.rotation.merge import prepare
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.options import RotationConfig
 from rotexp.rotation.placement import place
+from rotexp.rotation.readout import FinalStates, Readout, read
 
 HIDDEN, INNER, HEADS, HEAD_DIM, VOCABULARY, LAYERS = 48, 56, 4, 12, 61, 2
 BLOCK = 4
@@ -216,3 +217,27 @@ def logits(model: RotatedModel, token_ids: Tensor, *, rotate: bool = True, quant
     """Return what a placed model computes in a mode."""
     with torch.no_grad(), model.mode.set(rotate=rotate, quantize=quantize):
         return model.logits(token_ids)
+
+
+@torch.no_grad()
+def measure(
+    model: RotatedModel,
+    token_ids: Tensor,
+    figures: Callable[[Sequence[Tensor], slice], Tensor],
+    *,
+    beside: Sequence[FinalStates] = (),
+) -> tuple[Tensor, FinalStates]:
+    """Return figures of the logits of every token, in chunks, and of states beside; and the final states."""
+    found: list[tuple[Tensor, FinalStates]] = []  # beside what the network returns, which a policy may cast
+
+    def work(readout: Readout) -> Tensor:
+        inputs = [readout.inputs(), *map(readout.inputs, beside)]
+        chunks = [
+            figures([readout.finish(readout.project(each[rows])).float() for each in inputs], rows)
+            for rows in readout.chunks()
+        ]
+        found.append((torch.unflatten(torch.cat(chunks), 0, token_ids.shape), readout.states))
+        return found[0][0]
+
+    read(model, token_ids, work)
+    return found[0]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rotexp.quant.coded_input import code_input
 from rotexp.quant.fake import FakeQuantizer
-from rotexp.quant.integer_products import Coded, has_integer_units
+from rotexp.quant.integer_products import Coded, can_multiply, has_integer_units
 from rotexp.quant.options import Products, QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.bank import RotationBank
@@ -197,6 +197,11 @@ def test_a_layer_computes_the_same_with_and_without_integers(dtype: torch.dtype,
     for ours, theirs in zip(answers(integer, x), answers(floating, x), strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 8), (8, 1)])
+def test_a_weight_of_one_row_or_column_is_multiplied_as_values(inputs: int, outputs: int) -> None:
+    assert not can_multiply(torch.zeros(3, inputs), outputs=outputs)
 
 
 def test_an_evaluated_weight_is_kept_as_codes_and_let_go() -> None:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import from_config, logits, make_token_ids, rotated
+from families import from_config, logits, make_token_ids, measure, rotated
 from flags import ROW, Case, cases
 
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.options import RotationConfig
-from rotexp.rotation.readout import measure
 
 EXACT = 1e-5
 PLACED: dict[str, RotationConfig] = {

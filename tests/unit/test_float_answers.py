@@ -92,6 +92,18 @@ def test_every_variant_is_compared_as_by_whole_logits(name: str) -> None:
         assert math.exp(loss) == pytest.approx(found.perplexity, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["llama", "phi", "qwen2", "gemma2 with binding caps"])
+def test_variants_whose_stream_keeps_its_basis_are_compared_alike(name: str) -> None:
+    model = rotated(make_source(name), wanted(name, "all"), QuantConfig(activations=W4A8.activations), ready=False)
+    original = whole(model, rotate=False, quantize=False)
+    answers = FloatAnswers(WINDOWS, SHARE, expects=True)
+    answers.make(model)
+    for stage, rotate in stages(model):
+        wanted_figures = expected(whole(model, rotate=rotate, quantize=True), original)
+        with model.mode.set(rotate=rotate, quantize=True):
+            assert_equal(answers.compared(model), wanted_figures, stage, largest=float(original.abs().max()))
+
+
 @pytest.mark.parametrize("name", ["llama", "phi", "cohere", "gemma2 with binding caps"])
 @pytest.mark.parametrize("options", [{"expects": True}, {"expects": False}, {"expects": True, "kept": False}], ids=str)
 def test_answers_may_be_made_at_any_state_and_kept_or_not(name: str, options: dict[str, bool]) -> None:

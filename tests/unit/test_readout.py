@@ -6,16 +6,24 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from families import FAMILIES, VOCABULARY, logits, make_source, make_token_ids, rotated, wanted
+from families import FAMILIES, VOCABULARY, logits, make_source, make_token_ids, measure, rotated, wanted
 from torch import Tensor
 
+from rotexp.quant.options import QuantConfig
+from rotexp.quant.spec import QuantSpec
 from rotexp.rotation import readout
 from rotexp.rotation.invariance import relative_error
 from rotexp.rotation.merge import merge, prepare
 from rotexp.rotation.model import RotatedModel
-from rotexp.rotation.readout import FinalStates, final_states, measure
+from rotexp.rotation.readout import FinalStates, final_states
 
 EXACT = 1e-5
+ASYMMETRIC = QuantSpec(4, symmetric=False)
+QUANTS = {
+    "w4a4": QuantConfig(weights=QuantSpec(4), activations=ASYMMETRIC),
+    "w16a4": QuantConfig(activations=ASYMMETRIC),
+}
+"""Rotations turn what flows, and act within the quantizers of inputs."""
 ROWS = 7
 """Tokens of a chunk, of which the last of these batches has fewer."""
 
@@ -56,6 +64,17 @@ def test_states_of_every_age_give_the_logits_of_the_model_as_it_is(name: str) ->
         kept.append(states)
     assert {age: len(found) for age, found in errors.items()} == {"placed": 1, "prepared": 2, "rotated": 3, "merged": 3}
     assert max(max(found) for found in errors.values()) <= EXACT, errors
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_quantized_network_is_read_as_it_answers(name: str) -> None:
+    token_ids, errors = make_token_ids(), {}
+    for kind, quant in QUANTS.items():
+        model = rotated(make_source(name), wanted(name, "all"), quant)
+        with model.mode.set(rotate=True, quantize=True):
+            found = measure(model, token_ids, itself)[0]
+        errors[kind] = relative_error(logits(model, token_ids, quantize=True), found)
+    assert max(errors.values()) <= EXACT, errors
 
 
 def test_a_chunk_holds_one_token_at_least(monkeypatch: pytest.MonkeyPatch) -> None:

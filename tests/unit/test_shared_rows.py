@@ -32,7 +32,7 @@ from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.runfolder.layout import JOBS_FILE, SUMMARY_FILE
 from rotexp.runfolder.records import read_metrics, read_summary
 from rotexp.tracking.options import TrackerConfig, TrackerKind
-from rotexp.training.options import TrainConfig
+from rotexp.training.options import Trainable, TrainConfig
 
 CONFIG = Config(
     model=ModelConfig("random", ModelSource.random, size="nano", dtype=ModelDtype.float32),
@@ -147,7 +147,7 @@ def test_only_jobs_that_are_done_are_believed(tmp_path: Path, status: str) -> No
     assert find_rows(tmp_path / "mine", DIGESTS) == {}
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"evaluation": {}}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"evaluation": {}}', '{"shared_rows": "x", "evaluation": 1}'])
 def test_damaged_files_of_others_are_passed_over(tmp_path: Path, text: str) -> None:
     summarize(tmp_path / "other", rows=DIGESTS)
     end(tmp_path, "other", "gone")
@@ -165,6 +165,7 @@ def test_damaged_files_of_others_are_passed_over(tmp_path: Path, text: str) -> N
         ({"evaluation": replace(CONFIG.evaluation, every=1)}, ""),
         ({"rotation": replace(CONFIG.rotation, init=RotationInit.identity)}, "start"),
         ({"rotation": replace(CONFIG.rotation, r4=True)}, "start hadamard"),
+        ({"train": replace(CONFIG.train, params=Trainable.all)}, "float quantized start hadamard"),
         ({"seed": 1}, "start hadamard"),
         ({"quant": QuantConfig("w3", weights=QuantSpec(3))}, "quantized start hadamard"),
         ({"evaluation": replace(CONFIG.evaluation, window=12)}, "float quantized start hadamard"),
@@ -180,6 +181,17 @@ def test_a_digest_parts_what_another_figure_may_come_of(opened: Open, changes: d
         context.record.finish({})
     differing = [row for row in ROWS if digests[0][row] != digests[1][row]]
     assert differing == parted.split()
+
+
+def test_codes_that_are_multiplied_part_what_is_quantized(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = opened()
+    context.record.finish({})
+    model = load_model(context)
+    here, there = [], []
+    for digests, units in ((here, True), (there, False)):
+        monkeypatch.setattr("rotexp.experiment.shared_rows.has_integer_units", lambda units=units: units)
+        digests.append(row_digests(context, model, weights="0"))
+    assert [row for row in ROWS if here[0][row] != there[0][row]] == ["quantized", "start", "hadamard"]
 
 
 @pytest.mark.parametrize("fact", ["weights", "versions", "code", "threads"])

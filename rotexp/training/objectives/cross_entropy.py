@@ -42,5 +42,6 @@ def _cross_entropy(logits: Tensor, targets: Tensor, counted: Tensor) -> tuple[Te
     chosen = logits.gather(-1, targets[:, None])[:, 0]
     sums = logits.exp_().sum(-1)
     total = torch.where(counted, sums.log() - chosen, 0.0).sum()
-    logits /= torch.where(counted, sums, torch.inf)[:, None]
-    return total, logits.scatter_add_(-1, targets[:, None], -counted.to(logits.dtype)[:, None])
+    logits /= sums[:, None]
+    logits.scatter_add_(-1, targets[:, None], logits.new_full((len(targets), 1), -1.0))
+    return total, logits.masked_fill_(~counted[:, None], 0.0)
