@@ -25,9 +25,8 @@ from rotexp.training.options import Trainable
 W4A4 = QuantConfig(weights=QuantSpec(4), activations=QuantSpec(4, symmetric=False))
 NATS = 2e-6
 """Largest error of a loss."""
-BOUNDS = {torch.float32: 3e-5, torch.bfloat16: 3e-2}
-"""Largest error of a gradient by the model's dtype, relative to its largest entry, or to a hundredth of the largest of
-all where it is smaller (biases of keys have next to none)."""
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest error of a gradient, relative to its largest entry, by the model's dtype."""
 ROWS = 7
 K = 5
 NAMES = ("llama", "qwen2", "gemma2 with binding caps", "cohere", "gptj")
@@ -103,9 +102,8 @@ def check(model: RotatedModel, kind: str, *, teacher: Tensor | None, bound: floa
     assert chunked.dtype is torch.float32
     assert chunked.item() == pytest.approx(whole.item(), abs=NATS, rel=NATS)
     assert found.keys() == expected.keys()
-    largest = max(gradient.abs().max() for gradient in expected.values())
     for name, gradient in expected.items():
-        error = (2.0 * found[name] - gradient).abs().max() / torch.maximum(gradient.abs().max(), 0.01 * largest)
+        error = (2.0 * found[name] - gradient).abs().max() / gradient.abs().max()
         assert error <= bound, f"{name}: {error:.1e}"
 
 
