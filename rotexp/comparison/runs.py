@@ -126,7 +126,8 @@ class Run:
     @property
     def seconds(self) -> float | None:
         """Seconds of all phases together, as far as they went."""
-        phases = [values for key, values in self.points.items() if key.startswith("time/") and key not in STEP_TIMES]
+        timed = {key: values for key, values in self.points.items() if key.startswith("time/")}
+        phases = [values for key, values in timed.items() if key not in STEP_TIMES and not key.startswith(ROW_TIMES)]
         total = sum(value for values in phases for value in values.values())
         if "time/train_s" not in self.points:
             total += max(self.clock.values(), default=0.0)
@@ -134,6 +135,8 @@ class Run:
 
 
 STEP_TIMES = ("time/step_s", "time/data_s", "time/sync_s")
+ROW_TIMES = "time/eval_"
+"""How the times of held-out rows begin, which lie within phases."""
 
 
 def path_text(path: Path) -> str:

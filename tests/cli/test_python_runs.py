@@ -81,7 +81,12 @@ def test_evaluate_gives_the_command_s_figures(result: rotexp.RunResult, tmp_path
     found = rotexp.evaluate(result, ["evaluation.max_windows=2"])
     assert found.protocol == said["evaluation"].pop("protocol")
     assert {name: dataclasses.asdict(row) for name, row in found.rows.items()} == said["evaluation"]
-    assert dict(found.facts) == {name: value for name, value in said.items() if name != "evaluation"}
+    assert (
+        found.facts["evaluation_seconds"].keys() == said.pop("evaluation_seconds").keys() == said["evaluation"].keys()
+    )
+    assert dict(found.facts) == {name: value for name, value in said.items() if name != "evaluation"} | {
+        "evaluation_seconds": found.facts["evaluation_seconds"]
+    }
     assert found.perplexities["trained"] == said["evaluation"]["trained"]["perplexity"]
     assert found.notes[-1].startswith("invariance: relative logit error ")
     with pytest.raises(ValueError, match=r"^run=.*: is measured with quant of its own; leave out quant"):

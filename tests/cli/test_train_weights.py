@@ -110,7 +110,8 @@ def test_the_float_row_and_the_teacher_stay_the_models_own(trained: dict[str, Ru
     """Weights that moved far are far from the float model that there was, which no quantization error explains."""
     norms, scales, weights = (run.summary["evaluation"] for run in trained.values())
     assert norms["float"] == scales["float"] == weights["float"]
-    assert norms["hadamard"] == weights["hadamard"]
+    # Where the head is trained, the float model's states are kept instead of its distributions.
+    assert weights["hadamard"] == pytest.approx(norms["hadamard"], rel=3e-6, abs=1e-7)
     assert weights["trained"]["kl"] > 10 * weights["hadamard"]["kl"]
     assert scales["trained"]["kl"] < scales["hadamard"]["kl"]
 
