@@ -25,6 +25,7 @@ class QuantizerBytes:
     """Bytes that quantizers of weights keep; the names are those of `rotexp.metrics.static_memory.StaticBytes`."""
 
     clip_ratios: int = 0
+    divided_scales: int = 0
     divided_sums: int = 0
     divided_codes: int = 0
 
@@ -35,7 +36,8 @@ def quantizer_bytes(
     """Count for one rank; shapes are enough.
 
     A divided weight of r rows of w numbers in g groups, over N ranks, has r g / N clip ratios and codes of r w / N
-    numbers with three float32 numbers for each group. Each learned rotation of one has a sum of its own size.
+    numbers with three float32 numbers for each group; its r g scales stay with every rank. Each learned rotation of one
+    has a sum of its own size.
     """
     replicas, ranks = mesh_sizes(config.sharding, world_size=world_size, ranks_per_node=ranks_per_node)
     divided = list(_divided(model, config, replicas=replicas, ranks=ranks, device_type=device_type))
@@ -48,6 +50,7 @@ def quantizer_bytes(
     }
     return QuantizerBytes(
         clip_ratios=FP32_BYTES * sum(groups // own.get(quantizer, 1) for quantizer, groups in _searching(model)),
+        divided_scales=FP32_BYTES * sum(_groups(linear) for linear in divided),
         divided_sums=sum(rotations.values()),
         divided_codes=sum(_codes(linear) // ranks for linear in divided),
     )
@@ -78,6 +81,10 @@ def _searching(model: RotatedModel) -> Iterator[tuple[FakeQuantizer, int]]:
 
 def _codes(linear: RotatedLinear) -> int:
     """Return the bytes of a whole weight's codes and of their grids."""
+    return linear.weight.numel() * linear.weight_quantizer.code_dtype.itemsize + GRID * FP32_BYTES * _groups(linear)
+
+
+def _groups(linear: RotatedLinear) -> int:
+    """Return how many groups a whole weight is quantized in."""
     outputs, inputs = linear.weight.shape
-    groups = linear.weight_quantizer.spec.num_groups(inputs)
-    return outputs * (inputs * linear.weight_quantizer.code_dtype.itemsize + GRID * FP32_BYTES * groups)
+    return outputs * linear.weight_quantizer.spec.num_groups(inputs)

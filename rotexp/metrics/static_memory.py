@@ -94,6 +94,7 @@ class StaticBytes:
         bank_gradients: of the rotations.
         clip_ratios: searched, until the next search; of divided weights those of own rows alone, although a checkpoint
             that was saved or loaded since the last search keeps the whole ones beside them.
+        divided_scales: of divided weights, of all their rows, from the first gather on.
         divided_sums: what own rows of divided weights have added to the rotations' gradients.
         divided_codes: own rows of divided weights as codes, with their grids, from the forward until the gradients
             are collected.
@@ -114,6 +115,7 @@ class StaticBytes:
     bank: int = 0
     bank_gradients: int = 0
     clip_ratios: int = 0
+    divided_scales: int = 0
     divided_sums: int = 0
     divided_codes: int = 0
     buffers: int = 0

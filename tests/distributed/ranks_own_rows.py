@@ -133,9 +133,11 @@ class _Training:
         found["resumed"], found["searched anew"] = self._again(refreshed=False), self._again(refreshed=True)
         bank = set(self.model.bank.parameters())
         others = [parameter for parameter in self.model.network.parameters() if parameter not in bank]
+        trained = {"rotations": self._rotations(), "divergence": self.coordinator.divergence().max_abs_diff}
+        with torch.no_grad():
+            self._prescribe(STEPS)
         return found | {
-            "rotations": self._rotations(),
-            "divergence": self.coordinator.divergence().max_abs_diff,
+            **trained,
             "collectives": dict(counter.seen.counts),
             "bytes": dict(counter.seen.num_bytes),
             "frozen": all(parameter.grad is None and not parameter.requires_grad for parameter in others),

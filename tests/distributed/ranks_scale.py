@@ -20,7 +20,7 @@ def count_all(requests: list[RankRequest]) -> list[tuple[int, float]]:
     for request in requests:
         workload = Workload(request.model, request.batch, request.tokens, getattr(torch, request.dtype))
         with contextlib.ExitStack() as stack:
-            step, _ = real_step(request, workload, stack)
+            step, _, _ = real_step(request, workload, stack)
             step()
             with CollectiveCounter() as counter:
                 operations = flops.count_flops(step)
