@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from ranks_families import QUANT, ROTATION, load_sharded, make_source
+from ranks_families import QUANTS, ROTATION, load_sharded, make_source
 
 from rotexp.metrics.float_answers import FloatAnswers, next_token_loss
 from rotexp.metrics.quality import Quality, Share
@@ -20,6 +20,7 @@ from rotexp.rotation.placement import place
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.local_rows import reshard
 
+QUANT = QUANTS["w4a4kv4"]
 NAMES = ("qwen2", "gpt_neox", "gemma")
 """A head that is tied until R1 parts it from the embedding; norms that subtract means; gains with an offset."""
 VOCABULARY = 61
@@ -33,7 +34,7 @@ def load(name: str, strategy: str) -> RotatedModel:
     """Place a model, sharded unless there is no process group."""
     source = make_source(name)
     if dist.is_initialized():
-        return load_sharded(source, strategy)[0]
+        return load_sharded(source, strategy, QUANT)[0]
     return place(source, find_spec(source), ROTATION, QUANT, seed=0)
 
 
