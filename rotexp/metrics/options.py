@@ -21,7 +21,7 @@ class EvaluationConfig:
         micro_batch_size: windows a forward; figures differ by rounding (None: as many as have 256 tokens on a CPU, 8192
             on an accelerator if they fit, but an eighth of the windows, and a rank's share of them, at most).
         share_rows: whether figures of the untrained model are taken over from another run of the same sweep that has
-            measured the very same, which is known by a digest.
+            measured the very same, which is known by a digest; `rotexp.evaluate` shares nothing.
         every: steps between two measurements of what is trained, by whose loss the best is then chosen, before the
             first step and after the last too (None: none, and the best is chosen by the loss of a step's own batch).
             Where weights are whole it takes the memory of quantized ones beside them, as evaluation does.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -93,7 +95,7 @@ class RotatedLinear(nn.Module):
         if quantized and self.reuse:
             return F.linear(x, self._quantized_weight(), self._rotated_bias())
         if quantized:
-            return self._multiply_quantized(x)
+            return rotated_linear(x, **self._rotated_and_quantized())
         y, after = F.linear(x, self.weight, self.bias), self.output_rotation
         return _rotate_outputs(y, after, self.output_rows) if self.mode.turns(after) else y
 
@@ -121,16 +123,7 @@ class RotatedLinear(nn.Module):
             return coded_values_linear(coded, weight=self.weight, scale=self.divided.scale, bias=self._rotated_bias())
         if self.reuse and not torch.is_grad_enabled():
             return multiply(coded, self._coded_weight(), self._rotated_bias())
-        return coded_linear(
-            coded,
-            weight=self.weight,
-            bias=self._rotated_bias(),
-            quantizer=self.weight_quantizer,
-            input_rotation=_matrix(self.input_rotation) if self.mode.rotate else None,
-            output_rotation=_matrix(self.output_rotation) if self.mode.rotate else None,
-            output_rows=self.output_rows,
-            keep_codes=self.keep_codes,
-        )
+        return coded_linear(coded, **self._rotated_and_quantized())
 
     def _prepare(self, x: Tensor) -> Tensor:
         """Quantize the input, and rotate it back for a weight that is not rotated itself."""
@@ -141,19 +134,18 @@ class RotatedLinear(nn.Module):
             return x
         return self.input_rotation.unrotate(x)
 
-    def _multiply_quantized(self, x: Tensor) -> Tensor:
-        """Multiply by the rotated and quantized weight."""
+    def _rotated_and_quantized(self) -> dict[str, Any]:
+        """Return what makes the rotated and quantized weight, for `rotated_linear` and `coded_linear` alike."""
         rotate = self.mode.rotate
-        return rotated_linear(
-            x,
-            weight=self.weight,
-            bias=self._rotated_bias(),
-            quantizer=self.weight_quantizer,
-            input_rotation=_matrix(self.input_rotation) if rotate else None,
-            output_rotation=_matrix(self.output_rotation) if rotate else None,
-            output_rows=self.output_rows,
-            keep_codes=self.keep_codes,
-        )
+        return {
+            "weight": self.weight,
+            "bias": self._rotated_bias(),
+            "quantizer": self.weight_quantizer,
+            "input_rotation": _matrix(self.input_rotation) if rotate else None,
+            "output_rotation": _matrix(self.output_rotation) if rotate else None,
+            "output_rows": self.output_rows,
+            "keep_codes": self.keep_codes,
+        }
 
     def shape(self) -> LinearShape:
         """Return the sizes of the weight and of its rotations."""

@@ -95,7 +95,8 @@ def bit_digest(tensor: Tensor) -> Tensor:
     2⁶⁴: no change of 8 bytes is lost, since none times an odd number is a multiple of 2⁶⁴. In between, what a row comes
     to is changed one to one, its high half spread over the low one: the highest bits of 8 bytes have equal weights,
     so that an even number of changes would be lost wherever they are, such as the signs of a column of numbers. Now
-    they are lost only where every row has an even number of them, which columns of wide matrices have not.
+    they are lost only where every row has an even number of them: so may columns of matrices of up to 32 numbers in a
+    row, and of 62; of single float32 columns at orders from 40 to 199, those of 62 alone were.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     flat = flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,45 +13,21 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from nano_run import NANO
 from rich.console import Console
 
-from rotexp.config.schema import COMPONENTS, Config
-from rotexp.data.options import DataConfig, DataSource
 from rotexp.experiment import context as contexts
 from rotexp.experiment import experiment
 from rotexp.experiment.context import PHASES, Context, Messages, open_context
 from rotexp.experiment.inputs import Inputs, open_inputs
-from rotexp.metrics.options import EvaluationConfig
-from rotexp.models.options import ModelConfig, ModelDtype, ModelSource
-from rotexp.optim.options import CayleySGDConfig
 from rotexp.process.signals import Interrupted
-from rotexp.quant.options import QuantConfig
-from rotexp.quant.spec import QuantSpec
 from rotexp.sharding.guard import installed
 from rotexp.sharding.options import SyncConfig, SyncMode
-from rotexp.tracking.options import TrackerConfig, TrackerKind
 from rotexp.tracking.phases import PhaseError
 from rotexp.tracking.recording import Trackers
 from rotexp.training.options import EMAConfig, TrainConfig
 
-CONFIG = Config(
-    model=ModelConfig("random", ModelSource.random, size="nano", dtype=ModelDtype.float32),
-    data=DataConfig(
-        "text",
-        DataSource.text,
-        calibration=typing.__file__,
-        evaluation=ast.__file__,
-        sequence_length=16,
-        global_batch_size=2,
-    ),
-    evaluation=EvaluationConfig(window=16, max_windows=2),
-    quant=QuantConfig("w4", weights=QuantSpec(4)),
-    optimizer=CayleySGDConfig(),
-    objective=COMPONENTS["objective"]["ce"],
-    train=TrainConfig(steps=2, checkpoint_every=None),
-    tracker=TrackerConfig(kind=TrackerKind.jsonl),
-    ema=EMAConfig(decay=0.5),
-)
+CONFIG = replace(NANO, ema=EMAConfig(decay=0.5))
 
 FUNCTIONS = {
     "load": "load_model",

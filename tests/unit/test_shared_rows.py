@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import typing
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,44 +11,28 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from nano_run import NANO
 
-from rotexp.config.schema import COMPONENTS, Config
-from rotexp.data.options import DataConfig, DataSource
+from rotexp.config.schema import COMPONENTS
 from rotexp.experiment.context import Context, open_context
 from rotexp.experiment.experiment import run_experiment
 from rotexp.experiment.inputs import open_inputs
 from rotexp.experiment.loading import load_model
 from rotexp.experiment.measurements import Measurements
 from rotexp.experiment.shared_rows import ROWS, find_rows, row_digests
-from rotexp.metrics.options import EvaluationConfig
 from rotexp.metrics.quality import Quality
-from rotexp.models.options import ModelConfig, ModelDtype, ModelSource
 from rotexp.optim.options import CayleySGDConfig
 from rotexp.quant.options import QuantConfig
 from rotexp.quant.spec import QuantSpec
 from rotexp.rotation.options import RotationConfig, RotationInit
 from rotexp.runfolder.layout import JOBS_FILE, SUMMARY_FILE
 from rotexp.runfolder.records import read_metrics, read_summary
-from rotexp.tracking.options import TrackerConfig, TrackerKind
 from rotexp.training.options import Trainable, TrainConfig
 
-CONFIG = Config(
-    model=ModelConfig("random", ModelSource.random, size="nano", dtype=ModelDtype.float32),
-    data=DataConfig(
-        "text",
-        DataSource.text,
-        calibration=typing.__file__,
-        evaluation=ast.__file__,
-        sequence_length=16,
-        global_batch_size=2,
-    ),
-    evaluation=EvaluationConfig(window=16, max_windows=2),
-    quant=QuantConfig("w4", weights=QuantSpec(4)),
+CONFIG = replace(
+    NANO,
     rotation=RotationConfig("learned", init=RotationInit.random),
-    optimizer=CayleySGDConfig(),
-    objective=COMPONENTS["objective"]["ce"],
     train=TrainConfig(steps=1, checkpoint_every=None),
-    tracker=TrackerConfig(kind=TrackerKind.jsonl),
 )
 DIGESTS = dict(zip(ROWS, "abcd", strict=True))
 FIGURES = {"perplexity": 2.5, "kl": "inf", "top1_agreement": 0.5}

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from rotexp.metrics.quality import targets_of
 from rotexp.rotation.model import RotatedModel
 from rotexp.training.objectives.chunked import mean_loss
 from rotexp.training.objectives.protocol import Teacher
@@ -19,7 +20,7 @@ class CrossEntropy:
 
     def __call__(self, model: RotatedModel, token_ids: Tensor, *, teacher: Teacher | None = None) -> Tensor:  # noqa: ARG002
         """Return the mean loss, a scalar, for token_ids: (batch, tokens)."""
-        following = token_ids.roll(-1, dims=1).flatten()
+        following = targets_of(token_ids)
         counted = torch.ones_like(token_ids, dtype=torch.bool)
         counted[:, -1] = False
         counted = counted.flatten()
