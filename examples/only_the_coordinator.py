@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node 2 examples/only_the_coordinator.py
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,9 +30,8 @@ class RotatedMLP(nn.Module):
         return self.last(torch.tanh(self.first(x)) @ self.rotations["between"])
 
 
-def main() -> None:
+def train() -> None:
     """Keep the rotations alike: one start, one gradient, one clip, and the proof."""
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = RotatedMLP()
     rotations = list(model.rotations.parameters())
@@ -57,6 +58,13 @@ def main() -> None:
             print(f"step {step + 1}: loss {mean_loss:.4f}, gradient norm {norms.total.item():.4f}")
     divergence = coordinator.divergence()
     assert not divergence.names, divergence.line()
+
+
+def main() -> None:
+    """Open the process group, train, and leave it."""
+    dist.init_process_group("gloo")
+    train()
+    gc.collect()  # tensors of FSDP's cycles that gloo's threads freed after Python's end would abort the process
     dist.barrier()  # gloo aborts a rank whose peers leave earlier
     dist.destroy_process_group()
 

@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node 2 examples/only_the_guard.py
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,9 +16,8 @@ import rotexp
 LAYERS, WIDTH, STEPS = 3, 64, 2
 
 
-def main() -> None:
+def train() -> None:
     """Train a small sharded model under the guard."""
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
@@ -37,6 +38,13 @@ def main() -> None:
         seen = dict(counts.unshards)
         print(f"{num_groups} groups, {counts.num_unshards} unshards {seen}, {counts.barriers} waits")
     assert counts.barriers == counts.num_unshards > 0
+
+
+def main() -> None:
+    """Open the process group, train, and leave it."""
+    dist.init_process_group("gloo")
+    train()
+    gc.collect()  # tensors of FSDP's cycles that gloo's threads freed after Python's end would abort the process
     dist.barrier()  # gloo aborts a rank whose peers leave earlier
     dist.destroy_process_group()
 
