@@ -20,6 +20,7 @@ from rotexp.rotation.options import RotationConfig
 from rotexp.sharding.options import ShardingConfig, SyncConfig
 from rotexp.sweep.options import SweepConfig
 from rotexp.tracking.options import TrackerConfig
+from rotexp.training.numerics import NumericsConfig
 from rotexp.training.options import (
     AdamWConfig,
     EMAConfig,
@@ -55,6 +56,7 @@ class Config:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     sync_mode: SyncConfig = field(default_factory=SyncConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)

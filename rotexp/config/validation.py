@@ -43,6 +43,7 @@ def validate(config: Config) -> None:
     config.sharding.validate()
     check_strategy_options(config.sharding)
     _validate_weights(config)
+    _validate_exact(config)
     config.sync_mode.validate()
     config.launch.validate()
     world = config.sharding.sim_world
@@ -108,6 +109,19 @@ def _validate_learned(config: Config) -> None:
             "something that quantizes when rotations are trained",
             "set another quant, rotation=hadamard or train.steps=0",
         )
+
+
+def _validate_exact(config: Config) -> None:
+    """Check what `numerics=exact` does not add up in one order."""
+    exact, params, world = config.numerics.exact, config.train.params, config.sharding.sim_world
+    require(
+        not (exact and params.weights and config.train.steps),
+        "train.params",
+        params.name,
+        "rotations or rotations_and_scales under numerics=exact, since FSDP2 adds up gradients of weights as ranks lie",
+        "set numerics=fast, or train.params=rotations",
+    )
+    require(not (exact and world), "sharding.sim_world", world, "null under numerics=exact", "set numerics=fast")
 
 
 def _validate_weights(config: Config) -> None:

@@ -124,11 +124,26 @@ class BlockDataset(Dataset[Tensor]):
 class BlockSampler(Sampler[int]):
     """The order of blocks over a whole run: each epoch a permutation of its own seed, cut to whole global batches.
 
-    A pure function of its arguments, so a run resumes at any step and every rank agrees.
+    A pure function of its arguments, so a run resumes at any step and every rank agrees. Which blocks a global batch
+    has does not depend on the ranks; each of them takes neighbours, however many it takes at once.
     """
 
-    def __init__(self, num_blocks: int, *, global_batch_size: int, steps: int, seed: int, first_step: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        global_batch_size: int,
+        steps: int,
+        seed: int,
+        first_step: int = 0,
+        ranks: int = 1,
+        micro_batch_size: int = 1,
+    ) -> None:
         """Order `steps` global batches.
+
+        Args:
+            ranks: that share out what is loaded at once, one part after the other to each.
+            micro_batch_size: blocks that a rank takes at once.
 
         Raises:
             ValueError: there are fewer blocks than one global batch takes.
@@ -140,18 +155,21 @@ class BlockSampler(Sampler[int]):
             )
         self.per_epoch = num_blocks // global_batch_size * global_batch_size
         self.num_blocks = num_blocks
+        self.global_batch_size = global_batch_size
         self.seed = seed
         self.first = first_step * global_batch_size
         self.end = steps * global_batch_size
+        parts = np.arange(global_batch_size).reshape(ranks, -1, micro_batch_size)
+        self.within = parts.swapaxes(0, 1).flatten().tolist()
 
     def __len__(self) -> int:
         return self.end - self.first
 
     def __iter__(self) -> Iterator[int]:
         order: list[int] = []
-        for position in range(self.first, self.end):
+        for position in range(self.first, self.end, self.global_batch_size):
             epoch, place = divmod(position, self.per_epoch)
             if not order or place == 0:
                 generator = torch.Generator().manual_seed(self.seed + epoch)
                 order = torch.randperm(self.num_blocks, generator=generator).tolist()
-            yield order[place]
+            yield from (order[place + offset] for offset in self.within)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from rotexp.config.schema import Config
+from rotexp.errors.requirements import require
 from rotexp.experiment.inputs import Inputs
 from rotexp.metrics.float_answers import FloatAnswers, kept_bytes, next_token_loss
 from rotexp.metrics.memory import GIB
-from rotexp.metrics.quality import Quality, Share, tokens_a_forward, windows_a_forward
+from rotexp.metrics.quality import CPU_TOKENS, Quality, Share, tokens_a_forward, windows_a_forward
 from rotexp.process.host_memory import available_bytes
 from rotexp.rotation.model import RotatedModel
 from rotexp.rotation.options import RotationInit
@@ -79,6 +80,8 @@ class Measurements:
         asked, windows = self._config.evaluation.micro_batch_size, self._inputs.evaluation
         if asked is not None:
             return asked
+        if self._config.numerics.exact:
+            return windows_a_forward(windows, tokens=CPU_TOKENS, world_size=1)
         width = self._inputs.checkpoint.config.hidden_size
         tokens = torch.tensor(tokens_a_forward(self._device, width=width), device=self._device)
         return windows_a_forward(
@@ -210,8 +213,15 @@ class Measurements:
             here = self._ranks_per_node or self._communication.world_size
             fits = torch.tensor(free is None or needed * here <= free / 2, dtype=torch.int32, device=self._device)
             kept = bool(self._communication.reduce_(fits, "min"))
+            sizes = f"{needed / GIB:.1f} GiB a rank, of {(free or 0) / GIB:.1f} GiB free"
+            require(
+                kept or not self._config.numerics.exact,
+                "numerics",
+                "exact",
+                f"fast where the float model's answers, which it has to keep, take {sizes}",
+                "lower evaluation.max_windows, or free some",
+            )
             if not kept:
-                sizes = f"{needed / GIB:.1f} GiB a rank, of {(free or 0) / GIB:.1f} GiB free"
                 self._say(f"evaluation: the float model runs anew for every row, since its answers take {sizes}")
             head_trained = train.params is Trainable.all and train.steps > 0
             self._float = FloatAnswers(windows, self._share, expects=not head_trained, kept=kept)

@@ -92,17 +92,20 @@ def window_shares(windows: int, *, batch: int, rank: int, world_size: int) -> li
     return mine + [[0]] * (rounds - len(mine))
 
 
+CPU_TOKENS = 256
+"""That a CPU is given at once: windows of 64 tokens took a sixth less time by four than by one (SmolLM2-135M), those of
+256 as long."""
+
+
 def tokens_a_forward(device: torch.device, *, width: int) -> int:
     """Return about how many tokens a forward is given: so many that more are no faster, if their states fit.
-
-    On a CPU windows of 64 tokens took a sixth less time by four than by one (SmolLM2-135M), those of 256 as long.
 
     Args:
         width: of the residual stream; a token's states take about 128 bytes of each of its numbers at their widest, of
             which a quarter of what is free is given.
     """
     if device.type == "cpu":
-        return 256
+        return CPU_TOKENS
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
     return int(min(8192, max(1, free / 4 / (128 * width))))
 
@@ -111,6 +114,9 @@ def windows_a_forward(windows: TokenBlocks, *, tokens: int, world_size: int) -> 
     """Return how many windows come to that many tokens, but no more than leaves every rank, and eight, some to do.
 
     So worlds of up to eight ranks group windows alike, and their figures do not differ by that.
+
+    Args:
+        world_size: of the ranks that share the windows (1: group them alike in worlds of any size).
     """
     return max(1, min(tokens // int(windows.shape[1]), len(windows) // max(8, world_size)))
 

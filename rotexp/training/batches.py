@@ -15,6 +15,8 @@ from rotexp.data.blocks import BlockDataset, BlockSampler, TokenBlocks
 
 def micro_batch_size(config: Config, *, world_size: int) -> int:
     """Return how many blocks a rank takes at once."""
+    if config.numerics.exact:
+        return config.train.micro_batch_size or 1
     return config.train.micro_batch_size or config.data.global_batch_size // config.sharding.ranks(world_size)
 
 
@@ -33,15 +35,17 @@ def tokens_per_step(config: Config, *, world_size: int) -> int:
 def load_batches(blocks: TokenBlocks, config: Config, accelerator: Accelerator, *, first_step: int) -> Any:
     """Return what yields this rank's token ids (micro batch, tokens) of every step after the first so many."""
     world_size = accelerator.num_processes
+    ranks = config.sharding.ranks(world_size)
+    micro = micro_batch_size(config, world_size=world_size)
     sampler = BlockSampler(
         len(blocks),
         global_batch_size=config.data.global_batch_size,
         steps=config.train.steps,
         seed=config.seed,
         first_step=first_step,
+        ranks=ranks,
+        micro_batch_size=micro,
     )
-    ranks = config.sharding.ranks(world_size)
-    micro = micro_batch_size(config, world_size=world_size)
     # Without a generator of its own the loader would draw from torch's stream, once a session and not once a run.
     own = torch.Generator().manual_seed(config.seed)
     loader = DataLoader(BlockDataset(blocks), batch_size=micro * ranks, sampler=sampler, drop_last=True, generator=own)

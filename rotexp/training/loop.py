@@ -8,9 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from rotexp.config.schema import Config
 from rotexp.config.targets import build
@@ -23,7 +21,8 @@ from rotexp.rotation.own_rows.division import Division, dividing, may_divide
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.guard import UnshardGuard
 from rotexp.sharding.replicas import Divergence
-from rotexp.training.batches import load_batches
+from rotexp.training.batches import accumulation_steps, load_batches
+from rotexp.training.consolidation import AsTheyCome, Consolidation, InOrder
 from rotexp.training.coordinator import Coordinator, Norms
 from rotexp.training.meter import Meter
 from rotexp.training.objectives import Objective, Teacher
@@ -83,7 +82,9 @@ def train(
     frozen = may_divide(config, distills=objective.distills)
     divided = dividing(model, config.sharding, communication=communication, frozen=frozen)
     with model.mode.set(rotate=True, quantize=True), hooks.stop.deferred(), divided as division:
-        _Loop(state, config, accelerator, coordinator, division, objective, teacher, meter, hooks).run(blocks)
+        consolidation = _consolidation(config, accelerator, state, coordinator, division)
+        loop = _Loop(state, config, accelerator, coordinator, division, consolidation, objective, teacher, meter, hooks)
+        loop.run(blocks)
         _conclude(state, coordinator, config, earlier=meter.divergence)
     state.result.seconds = meter.seconds
     if hooks.stop.signal is not None:  # it came after the last step, which is saved
@@ -98,6 +99,16 @@ def _start(state: TrainingState, coordinator: Coordinator, config: Config) -> No
         state.model.refresh_quantizers()
 
 
+def _consolidation(
+    config: Config, accelerator: Accelerator, state: TrainingState, coordinator: Coordinator, division: Division
+) -> Consolidation:
+    if not config.numerics.exact:
+        return AsTheyCome(accelerator, state, coordinator, division)
+    communication = coordinator.communication
+    micro_batches = accumulation_steps(config, world_size=communication.world_size)
+    return InOrder(state.model.network, communication, micro_batches=micro_batches)
+
+
 @dataclass(frozen=True)
 class _Loop:
     """What the steps of a training share."""
@@ -107,6 +118,7 @@ class _Loop:
     accelerator: Accelerator
     coordinator: Coordinator
     division: Division
+    consolidation: Consolidation
     objective: Objective
     teacher: Teacher | None
     meter: Meter
@@ -117,34 +129,23 @@ class _Loop:
         state, config, accelerator = self.state, self.config, self.accelerator
         if state.step == 0 and config.evaluation.every is not None:
             self._log_start()
-        share = torch.zeros((), device=accelerator.device)
         for token_ids in self.meter.timed(load_batches(blocks, config, accelerator, first_step=state.step)):
             with accelerator.accumulate():
                 with part("forward"):
                     loss = self.objective(state.model, token_ids, teacher=self.teacher)
                 with part("backward"):
-                    accelerator.backward(loss)
-                share += loss.detach() / accelerator.gradient_accumulation_steps
+                    self.consolidation.backward(loss)
             if not accelerator.sync_gradients:
-                state.accumulate()
                 continue
             with part("consolidate"):
-                mean_loss, stopping = self._consolidate(share)
+                mean_loss, stopping = self.consolidation.means(float(self.hooks.stop.signal is not None))
             with self.coordinator.communication.equal_threads():
                 with part("clip"):
                     norms = self._clip()
                 with part("optimizer"):
                     rates = state.optimizers.learning_rates()
                     _advance(state, self.coordinator, config, loss=mean_loss, norms=norms)
-            share = torch.zeros_like(share)
-            self._end_step(mean_loss, norms, rates, stopping=stopping)
-
-    def _consolidate(self, share: Tensor) -> tuple[float, bool]:
-        """Average gradients over all ranks; return the mean loss, and whether any rank was told to stop."""
-        self.division.collect()
-        numbers = torch.stack([share, torch.full_like(share, float(self.hooks.stop.signal is not None))])
-        mean_loss, stopping = self.coordinator.consolidate(numbers).tolist()
-        return mean_loss, bool(stopping)
+            self._end_step(mean_loss, norms, rates, stopping=bool(stopping))
 
     def _clip(self) -> Norms:
         length = self.state.optimizers.uses_gradient_length

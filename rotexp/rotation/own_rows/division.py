@@ -109,11 +109,13 @@ def dividing(
 def may_divide(config: Config, *, distills: bool) -> bool:
     """Return whether weights may be quantized before they are gathered: frozen, and not still those of the teacher.
 
+    Under `numerics=exact` they are not: how rows are shared out would decide the last bits of what is made of them.
+
     Args:
         distills: whether the objective asks a teacher.
     """
     gathered_anew = strategy_of(config.sharding).reshards_after_forward or not distills
-    return config.train.params is Trainable.rotations and gathered_anew
+    return config.train.params is Trainable.rotations and gathered_anew and not config.numerics.exact
 
 
 def will_divide(linear: RotatedLinear, sharding: ShardingConfig, where: ShardedOver) -> bool:
