@@ -12,10 +12,11 @@ from rotexp.experiment.beginning import Beginning
 from rotexp.runfolder.checkpoint_folders import FACTS, read_facts
 from rotexp.runfolder.records import revived
 from rotexp.sharding.communication import Communication
+from rotexp.training.numerics import Numerics
 from rotexp.training.saved_state import load, restore_random_states
 from rotexp.training.state import TrainingState
 
-MEASURED_BY = ("seed", "model", "data", "quant", "rotation", "evaluation", "sharding")
+MEASURED_BY = ("seed", "model", "data", "quant", "rotation", "evaluation", "sharding", "numerics")
 """Groups of the configuration on which the figures of the untrained model depend."""
 MEASURES_ALIKE = {"evaluation.every", "evaluation.share_rows"}
 """Keys of these groups that change no figure."""
@@ -104,7 +105,9 @@ class TakenOver:
             state.result.best = None
         notes.append(f"resumed from {path} after step {self.step}")
         differing = differences(self._saved["config"], self._config)
-        if changed := [f"{key}={value}" for key, value in differing.items() if not key.startswith(MAY_DIFFER)]:
+        exact = self._config["numerics"]["mode"] == Numerics.exact.name
+        unsaid = [key for key in differing if key.startswith(MAY_DIFFER) and not (exact and key == "launch.threads")]
+        if changed := [f"{key}={value}" for key, value in differing.items() if key not in unsaid]:
             notes.append(f"the checkpoint was written with {', '.join(changed)}")
         if not restore_random_states(path, communication=communication):
             notes.append(

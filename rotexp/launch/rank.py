@@ -69,7 +69,8 @@ def open_accelerator(config: Config) -> Accelerator:
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    threads = config.launch.threads or max(1, (os.cpu_count() or 1) // local_ranks)
+    shared = 1 if config.numerics.exact else max(1, (os.cpu_count() or 1) // local_ranks)
+    threads = config.launch.threads or shared
     os.environ["OMP_NUM_THREADS"] = str(threads)  # Accelerate sets its own number where there is none
     accumulation = accumulation_steps(config, world_size=world_size)
     accelerator = Accelerator(
@@ -78,8 +79,21 @@ def open_accelerator(config: Config) -> Accelerator:
         dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=config.launch.timeout_minutes))],
     )
+    _choose_kernels()
     torch.set_num_threads(threads)
     return accelerator
+
+
+def _choose_kernels() -> None:
+    """Let MKL choose its kernels of functions by element before several threads call them for the first time.
+
+    In their first call of a process two threads can get kernels of different accuracy (pytorch/pytorch#188792).
+    """
+    torch.set_num_threads(1)
+    for dtype in (torch.float32, torch.float64):
+        one = torch.ones(1, dtype=dtype)
+        for function in (torch.exp, torch.log, torch.sqrt, torch.sin, torch.cos, torch.tanh, torch.erf):
+            function(one)
 
 
 def _log_to(path: Path, *, quiet: bool) -> None:
