@@ -137,7 +137,8 @@ def open_context(
         ValueError: the checkpoint at which it begins is not that of a run.
     """
     device, rank = accelerator.device, accelerator.process_index
-    communication = Communication(rank=rank, world_size=accelerator.num_processes, device=device)
+    threads = 1 if config.numerics.exact else None  # whatever this and other worlds have
+    communication = Communication(rank=rank, world_size=accelerator.num_processes, device=device, threads=threads)
     ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     console = Console(quiet=not accelerator.is_main_process)
     messages = Messages(console)

@@ -69,8 +69,7 @@ def open_accelerator(config: Config) -> Accelerator:
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    shared = 1 if config.numerics.exact else max(1, (os.cpu_count() or 1) // local_ranks)
-    threads = config.launch.threads or shared
+    threads = config.launch.threads or max(1, (os.cpu_count() or 1) // local_ranks)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # Accelerate sets its own number where there is none
     accumulation = accumulation_steps(config, world_size=world_size)
     accelerator = Accelerator(

@@ -33,15 +33,23 @@ class Communication:
 
     Attributes:
         rank, world_size: of this process, and how many there are; within the group, for `over` a group.
-        threads: CPU threads that every rank has at least.
+        threads: CPU threads by which ranks compute what must be alike.
     """
 
-    def __init__(self, *, rank: int = 0, world_size: int = 1, device: torch.device | None = None) -> None:
+    def __init__(
+        self, *, rank: int = 0, world_size: int = 1, device: torch.device | None = None, threads: int | None = None
+    ) -> None:
+        """Take this rank's place in the world.
+
+        Args:
+            device: what the group's backend moves (None: as the host's).
+            threads: see the attribute (None: as many as every rank has).
+        """
         self.rank = rank
         self.world_size = world_size
         self._group: dist.ProcessGroup | None = None
         self._counts = Counts()
-        self.threads = torch.get_num_threads()
+        self.threads = threads or torch.get_num_threads()
         fewest = torch.tensor(self.threads, device=device)
         self.threads = int(self.reduce_(fewest, "min"))
 

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from accelerate import Accelerator
 
 from rotexp.config.schema import Config
@@ -21,13 +22,14 @@ from rotexp.rotation.own_rows.division import Division, dividing, may_divide
 from rotexp.sharding.communication import Communication
 from rotexp.sharding.guard import UnshardGuard
 from rotexp.sharding.replicas import Divergence
-from rotexp.training.batches import accumulation_steps, load_batches
+from rotexp.training.batches import accumulation_steps, load_batches, micro_batch_size
 from rotexp.training.consolidation import AsTheyCome, Consolidation, InOrder
 from rotexp.training.coordinator import Coordinator, Norms
 from rotexp.training.meter import Meter
 from rotexp.training.objectives import Objective, Teacher
 from rotexp.training.options import OnNonfinite, Trainable
 from rotexp.training.state import TrainingState
+from rotexp.training.threads import check_threads
 
 LOGGER = logging.getLogger(__name__)
 
@@ -78,6 +80,10 @@ def train(
     )
     _start(state, coordinator, config)
     objective: Objective = build(config.objective)
+    if config.numerics.exact and config.launch.threads is None:
+        size = micro_batch_size(config, world_size=communication.world_size)
+        token_ids = torch.from_numpy(blocks[:size]).to(accelerator.device)
+        check_threads(model, objective, token_ids, teacher=teacher)
     meter = Meter(state, config, coordinator, guard, utilization)
     frozen = may_divide(config, distills=objective.distills)
     divided = dividing(model, config.sharding, communication=communication, frozen=frozen)
