@@ -26,8 +26,8 @@ class LaunchConfig:
         nnodes: nodes, on each of which the same command is started.
         rdzv_endpoint: HOST:PORT where several nodes meet, on one of them.
         rdzv_id: what the nodes of one run call it.
-        threads: of each rank (None: the cores divided by the ranks; under `numerics=exact` it is proven first that their
-            number changes nothing).
+        threads: of each rank (None: the cores divided by the ranks; under `numerics=exact` training proves first that
+            their number changes nothing).
         timeout_minutes: how long nodes wait for each other at the start, and ranks in a collective.
         grace_seconds: how long a run may take to save and end after SIGTERM, SIGUSR1 or SIGUSR2; then it is killed. A
             launcher or scheduler outside that kills sooner (torchrun and SLURM by default after 30 s) leaves less.

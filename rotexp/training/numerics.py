@@ -19,8 +19,8 @@ class NumericsConfig:
 
     Attributes:
         mode: under `exact` rotations, losses, gradient norms, checkpoints and held-out figures are the same bits for
-            every sharding, world size, number of nodes and place of a micro-batch, of the same size: of one block unless
-            `train.micro_batch_size` says another. Under `fast` they are the same up to rounding.
+            every sharding, world size, number of nodes and place of a micro-batch, of the same size: of one block
+            unless `train.micro_batch_size` says another. Under `fast` they are the same up to rounding.
     """
 
     mode: Numerics = Numerics.fast
