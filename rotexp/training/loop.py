@@ -83,7 +83,7 @@ def train(
     if config.numerics.exact and config.launch.threads is None:
         size = micro_batch_size(config, world_size=communication.world_size)
         token_ids = torch.from_numpy(blocks[:size]).to(accelerator.device)
-        check_threads(model, objective, token_ids, teacher=teacher)
+        check_threads(model, objective, token_ids, teacher=teacher, communication=communication)
     meter = Meter(state, config, coordinator, guard, utilization)
     frozen = may_divide(config, distills=objective.distills)
     divided = dividing(model, config.sharding, communication=communication, frozen=frozen)

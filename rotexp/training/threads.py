@@ -7,10 +7,18 @@ from torch import Tensor
 
 from rotexp.errors.requirements import require
 from rotexp.rotation.model import RotatedModel
+from rotexp.sharding.communication import Communication
 from rotexp.training.objectives import Objective, Teacher
 
 
-def check_threads(model: RotatedModel, objective: Objective, token_ids: Tensor, *, teacher: Teacher | None) -> None:
+def check_threads(
+    model: RotatedModel,
+    objective: Objective,
+    token_ids: Tensor,
+    *,
+    teacher: Teacher | None,
+    communication: Communication,
+) -> None:
     """Compare one micro-batch on one thread and on all, as `numerics=exact` needs it where `launch.threads` is null.
 
     Libraries promise equal bits on any number of threads to few processors (oneMKL to Intel's), and may keep them.
@@ -19,10 +27,11 @@ def check_threads(model: RotatedModel, objective: Objective, token_ids: Tensor, 
         token_ids: (micro batch, tokens), the same on every rank.
 
     Raises:
-        ValueError: loss or gradients differ.
+        ValueError: loss or gradients differ on some rank; all raise alike.
     """
     threads = torch.get_num_threads()
-    if threads == 1 or token_ids.device.type != "cpu":
+    most = int(communication.reduce_(torch.tensor(threads, device=token_ids.device), "max"))
+    if most == 1 or token_ids.device.type != "cpu":
         return
     expected = _loss_and_gradients(model, objective, token_ids, teacher)
     torch.set_num_threads(1)
@@ -30,12 +39,12 @@ def check_threads(model: RotatedModel, objective: Objective, token_ids: Tensor, 
         found = _loss_and_gradients(model, objective, token_ids, teacher)
     finally:
         torch.set_num_threads(threads)
-    equal = all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    differs = any(not torch.equal(one, other) for one, other in zip(expected, found, strict=True))
     require(
-        equal,
+        not communication.reduce_(torch.tensor(int(differs)), "max"),
         "launch.threads",
         None,
-        f"a number under numerics=exact on this machine, where a step on {threads} threads differs from one on 1",
+        f"a number under numerics=exact on this machine, where a step on {most} threads differs from one on 1",
         "set launch.threads=1, or the same number in every world",
     )
 
