@@ -33,7 +33,7 @@ def made(folder: Path) -> Made:
         found |= {f"{file.name}: {key}": digest(values) for key, values in load_file(file).items()}
     summary = json.loads((folder / "summary.json").read_text())
     concluded = {key: summary["train"][key] for key in CONCLUDED}
-    groups = {"evaluation": summary["evaluation"], "train": concluded, "rotations": summary["rotations"]}
+    groups = {"evaluation": summary["evaluation"], "train": concluded, "rotation": summary["rotation"]}
     return found | {f"{group}: {key}": value for group, values in groups.items() for key, value in values.items()}
 
 

@@ -92,38 +92,44 @@ Runs = Callable[..., dict[str, list[Made]]]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """What every rank of a world made of a group's cases, which are run once."""
+    """What every rank of a world made of some cases, which are run once."""
     root = tmp_path_factory.mktemp("exact")
 
     @cache
-    def found(world_size: int, group: str) -> dict[str, list[Made]]:
-        if group == "resumed":
-            found(RESUMED[world_size][2], "others")
-        folder = root / f"{group}{world_size}"
+    def found(world_size: int, kind: str, variant: str = "") -> dict[str, list[Made]]:
+        if kind == "resumed":
+            found(RESUMED[world_size][2], "others", ORIGIN)
+        folder = root / f"{kind} {variant} {world_size}"
         folder.mkdir()
-        cases = cases_of(world_size, group, root)
+        cases = cases_of(world_size, kind, variant, root)
         ranks = run_world(run_digested, cases, str(folder), world_size=world_size, folder=folder)
         return {name: [rank[name] for rank in ranks] for name in cases}
 
     return found
 
 
-def cases_of(world_size: int, group: str, root: Path) -> dict[str, list[str]]:
-    """Return the cases of a group: the name of a quantizer, of a shape, `others`, `resumed`, `uneven` or `fast`."""
-    if group in QUANTS:
-        return crossed(WORLDS[world_size], VARIANTS, f"quant={group}")
-    if group in SHAPES:
-        return crossed(SOME[world_size], {"": model_of(group, root / f"model{world_size}")})
-    if group == "others":
-        return crossed(SOME[world_size], OTHERS)
-    if group == "resumed":
+def cases_of(world_size: int, kind: str, variant: str, root: Path) -> dict[str, list[str]]:
+    """Return the cases of a kind: a quantizer or `others`, of which one variant, a shape, `resumed`, `uneven`, `fast`."""
+    some = SOME[world_size] if world_size in SOME else {}
+    if kind in QUANTS:
+        return under(WORLDS[world_size], [f"quant={kind}", *VARIANTS[variant]])
+    if kind in SHAPES:
+        return under(some, model_of(kind, root / f"{kind}{world_size}"))
+    if kind == "others":
+        return under(some, OTHERS[variant])
+    if kind == "resumed":
         name, sharding, origin = RESUMED[world_size]
-        before = root / f"others{origin}" / f"{next(iter(SOME[origin]))}, {ORIGIN}" / "checkpoints" / "step-00000005"
-        return {name: [*BASE, *OTHERS[ORIGIN], *sharding, f"resume='{before}'"]}
-    if group == "fast":
-        return crossed(SOME[world_size], {"fast": ["numerics=fast", "train.micro_batch_size=1"]})
+        folder = root / f"others {ORIGIN} {origin}" / next(iter(SOME[origin]))
+        return under({name: sharding}, [*OTHERS[ORIGIN], f"resume='{folder}/checkpoints/step-00000005'"])
+    if kind == "fast":
+        return under(some, ["numerics=fast", "train.micro_batch_size=1"])
     sharding = f"sharding={'no_shard' if world_size == 1 else 'full'}"
     return {name: [*BASE, *given, sharding] for name, (given, sizes) in UNEVEN.items() if world_size in sizes}
+
+
+def under(shardings: dict[str, list[str]], overrides: list[str]) -> dict[str, list[str]]:
+    """Return the same case under every sharding."""
+    return {name: [*BASE, *overrides, *sharding] for name, sharding in shardings.items()}
 
 
 def model_of(shape: str, folder: Path) -> list[str]:
@@ -136,15 +142,6 @@ def model_of(shape: str, folder: Path) -> list[str]:
     return ["model=hf", f"model.path={folder}"]
 
 
-def crossed(shardings: dict[str, list[str]], variants: dict[str, list[str]], *more: str) -> dict[str, list[str]]:
-    """Return every variant under every sharding."""
-    return {
-        f"{name}, {variant}": [*BASE, *more, *given, *sharding]
-        for name, sharding in shardings.items()
-        for variant, given in variants.items()
-    }
-
-
 def check_same(ranks: list[Made], expected: Made) -> None:
     """Check that every rank made the same as one that was alone."""
     assert [differing(made, expected) for made in ranks] == [[]] * len(ranks)
@@ -152,20 +149,20 @@ def check_same(ranks: list[Made], expected: Made) -> None:
 
 @pytest.mark.parametrize(("quant", "variant", "world_size", "name"), MATRIX)
 def test_a_world_makes_the_bits_of_one_rank(runs: Runs, quant: str, variant: str, world_size: int, name: str) -> None:
-    (expected,) = runs(1, quant)[f"no_shard, {variant}"]
-    check_same(runs(world_size, quant)[f"{name}, {variant}"], expected)
+    (expected,) = runs(1, quant, variant)["no_shard"]
+    check_same(runs(world_size, quant, variant)[name], expected)
 
 
 @pytest.mark.parametrize("variant", OTHERS)
 @pytest.mark.parametrize(("world_size", "name"), [(2, "full"), (4, "hybrid")])
 def test_whatever_else_is_computed(runs: Runs, world_size: int, name: str, variant: str) -> None:
-    (expected,) = runs(1, "others")[f"no_shard, {variant}"]
-    check_same(runs(world_size, "others")[f"{name}, {variant}"], expected)
+    (expected,) = runs(1, "others", variant)["no_shard"]
+    check_same(runs(world_size, "others", variant)[name], expected)
 
 
 @pytest.mark.parametrize("world_size", RESUMED)
 def test_a_run_goes_on_in_another_world(runs: Runs, world_size: int) -> None:
-    (expected,) = runs(1, "others")[f"no_shard, {ORIGIN}"]
+    (expected,) = runs(1, "others", ORIGIN)["no_shard"]
     (ranks,) = runs(world_size, "resumed").values()
     for made in ranks:
         assert differing(made, {name: expected.get(name) for name in made}) == []
@@ -176,8 +173,8 @@ def test_a_run_goes_on_in_another_world(runs: Runs, world_size: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("world_size", "name"), [(2, "full"), (4, "hybrid")])
 def test_other_shapes_and_families(runs: Runs, world_size: int, name: str, shape: str) -> None:
-    (expected,) = runs(1, shape)["no_shard, "]
-    check_same(runs(world_size, shape)[f"{name}, "], expected)
+    (expected,) = runs(1, shape)["no_shard"]
+    check_same(runs(world_size, shape)[name], expected)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +186,7 @@ def test_numbers_that_are_no_powers_of_two(runs: Runs, world_size: int, name: st
 
 
 def test_what_is_compared_is_all_that_a_run_makes(runs: Runs) -> None:
-    (plain,) = runs(1, "w4a4")["no_shard, plain"]
+    (plain,) = runs(1, "w4a4", "plain")["no_shard"]
     per_step = ("R1", "R2_0", "train/loss", "train/lr", "grad_norm/total", "grad_norm/rotations")
     for step in range(1, STEPS + 1):
         assert {f"step {step}: {name}" for name in per_step} <= plain.keys()
@@ -203,7 +200,7 @@ def test_what_is_compared_is_all_that_a_run_makes(runs: Runs) -> None:
 
 
 def test_the_other_options_act(runs: Runs) -> None:
-    others = {name.removeprefix("no_shard, "): made for name, (made,) in runs(1, "others").items()}
+    others = {name: runs(1, "others", name)["no_shard"][0] for name in OTHERS}
     for name in ("clipped", "momentum"):
         assert min(others[name][f"step {step}: grad_norm/total"] for step in range(1, STEPS + 1)) > BOUND
     assert {f"step {step}: eval/loss" for step in range(0, STEPS + 1, 5)} <= others["evaluated, averaged"].keys()
@@ -220,8 +217,8 @@ def test_the_size_of_a_micro_batch_is_part_of_the_request(runs: Runs) -> None:
 
 def test_fast_parts_where_exact_does_not(runs: Runs) -> None:
     """So these tests can fail: the same micro-batches, added as they come."""
-    (expected,) = runs(1, "fast")["no_shard, fast"]
-    for world_size, name in ((2, "full, fast"), (4, "hybrid, fast")):
+    (expected,) = runs(1, "fast")["no_shard"]
+    for world_size, name in ((2, "full"), (4, "hybrid")):
         parted = runs(world_size, "fast")[name][0]
         assert differing(parted, expected)
         assert parted[f"step {STEPS}: R1"] != expected[f"step {STEPS}: R1"]
