@@ -86,7 +86,7 @@ def run(overrides: Sequence[str], folder: Path) -> Drifter:
     streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     ended = subprocess.run(command, check=False, timeout=TIMEOUT_SECONDS, **streams)
     if ended.returncode:
-        raise RuntimeError(f"{' '.join(overrides)}: {ended.stderr[-1000:]}")
+        raise RuntimeError(f"{' '.join(overrides)}: {(ended.stderr.splitlines() or [''])[-1]}")
     return read(folder)
 
 
