@@ -72,6 +72,13 @@ PROGRAMS = (
         "--trackers wandb --repetitions 4",
         f"--runs 'rotations, full' --ranks 2 --trackers jsonl --repetitions 1 {TINY_RUN}",
     ),
+    Program("drift", "", f"--seeds 1 --steps 2 {TINY_RUN}"),
+    Program(
+        "numerics",
+        "--repetitions 3",
+        "--models nano --ranks 1 2 --batch 2 --tokens 16 --steps 1 --repetitions 1",
+        minutes=60.0,
+    ),
     Program("sync_modes", "--repetitions 2", f"--modes event --repetitions 1 sharding=full train.steps=2 {TINY_RUN}"),
 )
 """In the order of the page. A new program is a line here: its section comes at the page's end until it is moved."""

@@ -43,6 +43,7 @@ def validate(config: Config) -> None:
     config.sharding.validate()
     check_strategy_options(config.sharding)
     _validate_weights(config)
+    config.numerics.validate()
     _validate_exact(config)
     config.sync_mode.validate()
     config.launch.validate()

@@ -10,6 +10,7 @@ import torch
 from rotexp.experiment.context import Context, compute_dtype
 from rotexp.metrics.static_memory import StaticBytes, predict
 from rotexp.models.materialize import materialize
+from rotexp.models.rounding_noise import perturb_embedding
 from rotexp.rotation.building import build_for_run
 from rotexp.rotation.model import RotatedModel, start_from_file
 from rotexp.sharding.applying import EffectiveSharding, shard
@@ -93,7 +94,7 @@ def _split(context: Context, model: RotatedModel) -> EffectiveSharding:
 
 
 def _read_weights(context: Context, model: RotatedModel) -> None:
-    """Read what this rank holds of the checkpoint, and the rotations of a file if one is named."""
+    """Read what this rank holds of the checkpoint, with noise if asked for, and a file of rotations if one is named."""
     checkpoint, rotation = context.inputs.checkpoint, context.config.rotation
     materialize(
         model.network,
@@ -104,6 +105,8 @@ def _read_weights(context: Context, model: RotatedModel) -> None:
         communication=context.communication,
     )
     checkpoint.weights.release()
+    if (noise := context.config.numerics.noise_seed) is not None:
+        perturb_embedding(model.network, seed=noise)
     replaced = start_from_file(model, rotation, identity=checkpoint.identity)
     for name, error in replaced.items():
         context.messages.warn(f"{name} was {error:.1e} from orthogonal in {rotation.path}; the nearest is used")

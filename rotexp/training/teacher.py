@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rotexp.config.schema import Config
 from rotexp.models.materialize import materialize
+from rotexp.models.rounding_noise import perturb_embedding
 from rotexp.models.stored_model import StoredModel
 from rotexp.rotation.building import build_plain
 from rotexp.rotation.model import RotatedModel
@@ -62,6 +63,8 @@ def load_teacher(
         communication=communication,
     )
     checkpoint.weights.release()
+    if (noise := config.numerics.noise_seed) is not None:  # which the student has, too
+        perturb_embedding(model.network, seed=noise)
 
     return LoadedTeacher(model)
 
