@@ -21,8 +21,8 @@ class NumericsConfig:
 
     Attributes:
         mode: under `exact` rotations, losses, gradient norms, checkpoints and held-out figures are the same bits for
-            every sharding, world size, number of nodes and threads, and place of a micro-batch, of the same size; that is
-            one block unless `train.micro_batch_size` says another. Under `fast` they are so up to rounding.
+            every sharding, world size, number of nodes and place of a micro-batch, of the same size: of one block
+            unless `train.micro_batch_size` says another. Under `fast` they are the same up to rounding.
         noise_seed: moves every weight of the token embedding, as it was read, to the next number of `model.dtype`, up
             or down by that seed (None: not at all): runs that differ in it alone differ by rounding, amplified.
     """
