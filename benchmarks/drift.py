@@ -138,7 +138,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 def steps_table(steps: Sequence[dict[str, float]], *, runs: int) -> facts.Table:
     """Return powers of two among the steps, and the last, for people."""
-    columns = ("step", "loss: max − min", "grad norm: max − min", "largest |ΔR|")
+    columns = ("step", "loss: max − min", "grad norm: max − min", "largest difference of R")
     figures = ("loss_range", "grad_norm_range", "rotation_range")
     shown = [found for found in steps if _is_power_of_two(int(found["step"])) or found is steps[-1]]
     rows = [[f"{found['step']:.0f}", *(f"{found[figure]:.2e}" for figure in figures)] for found in shown]
