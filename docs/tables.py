@@ -48,12 +48,12 @@ def row(recipe: Recipe, name: str) -> tuple[str, ...]:
 
 
 def origin(recipe: Recipe) -> str:
-    """Return when, of which commit, on what and on which text the figures were made, and what makes them again."""
-    made = recipe.made
+    """Return when, of which commit, how, on what and on which text the figures were made, and which recipe says so."""
+    made, needed = recipe.made, (f"{need}=PATH" for need in recipe.needs)
+    command = " ".join(["python -m rotexp.train", *recipe.overrides, *needed])
     where = f"{made.machine['cores']} cores of {made.machine['cpu']}, torch {made.versions['torch']}"
-    again = f"`python -m rotexp.reproduce recipes/{recipe.name}.yaml`"
-    digest = f"text digest {recipe.texts['evaluation']}"
-    return f"({made.date}, {made.commit}, {where}, {made.seconds:.0f} s, {digest}; {again}.)"
+    took = f"{made.seconds:.0f} s, text digest {recipe.texts['evaluation']}"
+    return f"({made.date}, {made.commit}, `{command}` on {where}, {took}: `recipes/{recipe.name}.yaml`.)"
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def recipe_of(run: FinishedRun) -> Recipe:
             machine=machine,
             versions=_mapping(summary.get("versions")),
             world_size=summary.get("world_size"),
-            seconds=sum(time.values()) or None,
+            seconds=round(sum(time.values()), 1) or None,
         ),
         texts={"calibration": protocol["calibration_digest"], "evaluation": str(protocol.get("text_digest"))},
         model={key: _mapping(summary.get("model")).get(key) for key in ("id", "revision", "digest")},

@@ -594,7 +594,7 @@ def test_tables_of_pages_are_what_recipes_say(tables: ModuleType) -> None:
 def test_another_figure_would_change_the_table(tables: ModuleType, folder: Path) -> None:
     recipe = read_recipe(folder)
     made = replace(recipe.made, commit="abc", machine={"cores": 2, "cpu": "Z80"}, date="2026-12-01")
-    recipe = replace(recipe, name="mine", made=made)
+    recipe = replace(recipe, name="mine", made=made, overrides=("seed=1",), needs=("data.evaluation",))
     text = tables.section(recipe)
     assert text.splitlines()[:5] == [
         "<!-- recipe: mine -->",
@@ -604,6 +604,8 @@ def test_another_figure_would_change_the_table(tables: ModuleType, folder: Path)
         "trained        0.33         -98.7%     0.0000            70.0%",
     ]
     assert tables.PLACE.fullmatch(text)
-    assert f"(2026-12-01, abc, 2 cores of Z80, torch {versions()['torch']}, 4 s, text digest" in text
+    command = "`python -m rotexp.train seed=1 data.evaluation=PATH`"
+    where = f"{command} on 2 cores of Z80, torch {versions()['torch']}, 4 s, text digest {recipe.texts['evaluation']}"
+    assert text.splitlines()[-2] == f"(2026-12-01, abc, {where}: `recipes/mine.yaml`.)"
     moved = replace(recipe, figures={**recipe.figures, TRAINED: Figure(0.5)})
     assert tables.section(moved) != text
