@@ -42,9 +42,11 @@ def reproduce(place: Path, given: Sequence[str]) -> int:
     found = made_again(request)
     if isinstance(found, int):
         return found
-    if line := spread_line(request.recipe.made, found.made, exact=request.config.numerics.exact):
+    exact, made = request.config.numerics.exact, request.recipe.made
+    alike = exact and request.config.launch.threads in (None, made.threads)
+    if line := spread_line(made, found.made, exact=alike):
         say(line)
-    compared = compare(request.recipe, found, bits_expected=request.config.numerics.exact and not rows)
+    compared = compare(request.recipe, found, bits_expected=exact and not rows)
     show_comparison(request.recipe, compared)
     return DONE if compared.holds else FAILED
 
@@ -159,10 +161,13 @@ def made_again(request: Request) -> Recipe | int:
 
 
 def spread_line(before: Made, now: Made, *, exact: bool) -> str:
-    """Return in words how a run was spread otherwise than the recipe's; nothing where it was not."""
+    """Return in words how a run was spread otherwise than the recipe's; nothing where it was not.
+
+    Args:
+        exact: whether that may change no bit.
+    """
     if (before.world_size, before.threads) == (now.world_size, now.threads):
         return ""
-    exact = exact and before.threads == now.threads
     said = "changes no bit under numerics=exact" if exact else "changes rounding, which training amplifies"
     spreads = [f"{made.world_size} ranks of {made.threads} threads" for made in (before, now)]
     return f"made on {spreads[0]}, now on {spreads[1]}: that {said}"

@@ -388,6 +388,13 @@ def test_how_a_run_is_spread_may_be_given_and_is_said(
     threads = machine()["threads"]
     spreads = f"made on 1 ranks of {threads} threads, now on 2 ranks of {threads} threads"
     assert f"{spreads}: that changes no bit under numerics=exact\n" in capsys.readouterr().out
+    given = [f"launch.threads={threads + 1}", "hydra.run.dir=threads"]
+    runs.find = lambda _config: rows_with(1.0, of=folder) | {"machine": machine() | {"threads": threads + 1}}
+    assert reproducing.reproduce(folder, given) == 1
+    output = capsys.readouterr().out
+    assert "│ threads " in output, "a given number is no proven one"
+    assert f"now on 1 ranks of {threads + 1} threads: that changes rounding, which training amplifies\n" in output
+    assert "no tolerance was measured" in output
 
 
 @pytest.mark.parametrize("line", ["train.steps=3", "model=tiny", "numerics=fast", "seed=1", "data.max_characters=9"])
