@@ -13,6 +13,7 @@ from rotexp.models.load import summarize_model
 from rotexp.runfolder.records import write_summary
 from rotexp.sharding.guard import GuardCounts, UnshardGuard
 from rotexp.tracking.console import results_table
+from rotexp.tracking.machine import machine
 from rotexp.tracking.summary import train_summary, versions
 from rotexp.training.batches import tokens_per_step
 
@@ -34,7 +35,7 @@ def _facts(context: Context, sharded: Sharded, trained: Trained) -> dict[str, An
     return {
         "status": "done",
         "world_size": world_size,
-        "model": summarize_model(config.model, context.inputs.checkpoint),
+        "model": summarize_model(config.model, context.inputs.checkpoint) | {"digest": sharded.weights},
         "train": train_summary(result, rows, world_size=world_size)
         | ({} if master is None else {"num_spills": master.num_spills}),
         "evaluation": rows,
@@ -48,6 +49,7 @@ def _facts(context: Context, sharded: Sharded, trained: Trained) -> dict[str, An
         "rotation": largest(result.rotations),
         "sync": _sync(context, sharded.guard),
         "versions": versions(),
+        "machine": machine(),
         "config_digest": config_digest(config),
     } | ({} if simulated is None else {"simulated_world": simulated})
 

@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 
 from rotexp.launch.command_line import register
 
-ENTRIES = ("train", "evaluate", "export", "inspect", "report", "upload", "dashboard", "doctor")
+ENTRIES = ("train", "evaluate", "export", "inspect", "report", "upload", "dashboard", "doctor", "reproduce")
 HEAVY = ("torch", "transformers", "accelerate", "datasets", "wandb")
 
 ASK = f"""

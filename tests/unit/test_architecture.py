@@ -23,8 +23,10 @@ ORDER = (
     "dashboard",
     "doctor",
     "report",
+    "reproduce",
     "testing",
     "comparison",
+    "recipes",
     "face",
     "launch.command_line",
     "sweep",
@@ -167,7 +169,8 @@ def test_only_the_entry_and_the_command_line_know_hydra() -> None:
         "rotexp.config.explanations",
         "rotexp.sweep.planner",
     }
-    requests = {"rotexp.inspect", "rotexp.experiment.evaluation_request", "rotexp.experiment.export_request"}
+    of_commands = {"rotexp.experiment.evaluation_request", "rotexp.experiment.export_request", "rotexp.recipes.request"}
+    requests = {"rotexp.inspect"} | of_commands
     reading = {"rotexp.config.own_parts", "rotexp.config.composition", "rotexp.runfolder.finished_run"}
     from_python = {"rotexp.face.configs"}
     assert users_of("hydra") == command_line | from_python

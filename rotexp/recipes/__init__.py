@@ -1,0 +1,1 @@
+"""Recipes: runs that can be made again, and whether their figures hold."""
