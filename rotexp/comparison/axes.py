@@ -10,7 +10,12 @@ from typing import Any
 from rotexp.comparison.runs import Run
 from rotexp.config.schema import RECORDING
 
-HEADS = {"sharding": "sharding.strategy", "sync_mode": "sync_mode.mode", "launch": "launch.kind"}
+HEADS = {
+    "sharding": "sharding.strategy",
+    "sync_mode": "sync_mode.mode",
+    "numerics": "numerics.mode",
+    "launch": "launch.kind",
+}
 """The key that says which option of a group was chosen, where it is not `<group>.name`."""
 
 SEED = "seed"

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rotexp.comparison import bit_equal
 from rotexp.comparison.axes import SEED, Axis, differing_keys, find_axes, setting, value_text
+from rotexp.comparison.checks import Check
 from rotexp.comparison.figures import FIGURES, Figure
 from rotexp.comparison.find import read_runs
 from rotexp.comparison.reading import dig
@@ -28,7 +30,9 @@ class Report:
         figures: those at least one run has.
         settings: of each run, what it shares with runs of other seeds.
         spreads: settings compared, by the figure's key.
-        notes: what a reader must know: files that could not be read, figures that do not compare.
+        notes: what a reader must know: files that could not be read, figures that do not compare, bits that should.
+        letters: of each run, the same for those that found the same bits; empty of one that is alone.
+        checks: recipes compared with runs of them, where that was asked for.
     """
 
     command: str
@@ -38,6 +42,8 @@ class Report:
     settings: list[str]
     spreads: dict[str, list[Spread]]
     notes: list[str]
+    letters: list[str]
+    checks: Sequence[Check] = ()
 
 
 def collect(folders: Sequence[Path], *, command: str) -> Report:
@@ -52,7 +58,9 @@ def collect(folders: Sequence[Path], *, command: str) -> Report:
     figures = [figure for figure in FIGURES if any(figure.value(run) is not None for run in runs)]
     settings = [setting(run, axes) for run in runs]
     spreads = {figure.key: compare_settings(figure, runs, settings) for figure in figures if figure.better}
-    return Report(command, runs, axes, figures, settings, spreads, [*notes, *_damaged(runs), *_protocols(runs)])
+    found = [bit_equal.findings(run) for run in runs]
+    notes += [*_damaged(runs), *_protocols(runs), *bit_equal.parted(runs, found)]
+    return Report(command, runs, axes, figures, settings, spreads, notes, bit_equal.letters(found))
 
 
 def compare_settings(figure: Figure, runs: Sequence[Run], settings: Sequence[str]) -> list[Spread]:

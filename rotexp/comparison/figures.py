@@ -60,7 +60,8 @@ def peak_memory(run: Run) -> float | None:
     return None
 
 
-def _steps(run: Run) -> float | None:
+def steps(run: Run) -> float | None:
+    """Return the optimizer steps that were done, as far as the run says."""
     given = number(dig(run.summary, "train", "steps"))
     return float(max(run.points.get("train/loss", {}), default=0)) if given is None else given
 
@@ -127,5 +128,5 @@ FIGURES = (
     _registered("replica/max_abs_diff", "divergence", "", "replica", "max_abs_diff"),
     _registered("rotation/orthogonality_rrt_max", "drift", "", "rotation", "orthogonality_rrt_max"),
     Figure("world_size", "ranks", "", world_size, "", "processes, one a device"),
-    Figure("steps", "steps", "", _steps, "", "optimizer steps done"),
+    Figure("steps", "steps", "", steps, "", "optimizer steps done"),
 )

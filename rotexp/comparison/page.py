@@ -13,7 +13,7 @@ from rotexp.comparison.collect import Report
 from rotexp.comparison.payload import payload
 from rotexp.runfolder.records import finite
 
-SCRIPTS = ("values", "axes", "summary", "seeds", "figures", "differences", "main")
+SCRIPTS = ("values", "axes", "summary", "seeds", "figures", "differences", "recipes", "main")
 """In the order in which they build on each other."""
 
 

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rotexp.comparison.axes import SEED
+from rotexp.comparison.bit_equal import MEANING
 from rotexp.comparison.collect import Report
 from rotexp.comparison.figures import Figure, metric_of
 from rotexp.comparison.runs import STEP_TIMES, Run, path_text
@@ -34,6 +35,8 @@ def payload(report: Report) -> dict[str, Any]:
         "figures": [_figure(figure) for figure in report.figures],
         "metrics": {key: _metric(key) for key in sorted(keys)},
         "runs": [_run(report, index) | found for index, found in enumerate(curves)],
+        "bits": MEANING if any(report.letters) else "",
+        "checks": [check.plain() for check in report.checks],
         "spreads": {key: [_spread(spread) for spread in found] for key, found in report.spreads.items()},
     }
 
@@ -45,6 +48,7 @@ def _run(report: Report, index: int) -> dict[str, Any]:
         "folder": path_text(run.folder),
         "status": run.status,
         "remark": run.remark,
+        "bits": report.letters[index],
         "command": run.command,
         "setting": report.settings[index],
         "axes": {axis.label: axis.of(run) for axis in report.axes},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rotexp.comparison.collect import Report, collect
@@ -12,6 +13,8 @@ from rotexp.comparison.table import to_csv, to_json
 from rotexp.comparison.terminal import show
 from rotexp.files.folders import write_atomically
 from rotexp.process.arguments import Arguments
+from rotexp.process.exit_codes import DONE, FAILED
+from rotexp.process.saying import tell
 
 PAGE_FILE = "report.html"
 OWN_NAMES = "report."
@@ -27,17 +30,24 @@ def parser() -> Arguments:
     arguments.add_argument("--html", metavar="FILE", type=Path, help=f"where the page goes (default: DIR/{PAGE_FILE})")
     arguments.add_argument("--csv", metavar="FILE", type=Path, help="also write the table of runs as CSV")
     arguments.add_argument("--json", metavar="FILE", type=Path, help="also write the table of runs as JSON")
+    arguments.add_argument(
+        "--check", metavar="RECIPE", type=Path, help="exit with 1 if a figure of this recipe, or of a folder's, moved"
+    )
     return arguments
 
 
-def report(arguments: Sequence[str]) -> None:
-    """Carry out one command line.
+def report(arguments: Sequence[str]) -> int:
+    """Carry out one command line, and return the exit code: 1 where a recipe does not hold, or has no run.
 
     Raises:
         ValueError: it is wrong; nothing was written then.
     """
     options = parser().parse_args(arguments)
     found = collect(options.folders, command=f"python -m rotexp.report {shlex.join(arguments)}")
+    if options.check is not None:
+        from rotexp.comparison.checking import check_recipes
+
+        found = replace(found, checks=check_recipes(options.check, found.runs))
     targets = {
         "html": options.html or options.folders[0] / PAGE_FILE,
         "csv": options.csv,
@@ -49,6 +59,10 @@ def report(arguments: Sequence[str]) -> None:
     for name, target in wanted.items():
         _write(target, WRITERS[name](found), flag=f"--{name}")
     show(found, written=list(wanted.values()))
+    faults = [f"recipe {check.recipe}: {line}" for check in found.checks for line in check.faults]
+    for line in faults:
+        tell(line)
+    return FAILED if faults else DONE
 
 
 def check_target(target: Path, found: Report, *, flag: str) -> None:

@@ -13,18 +13,19 @@ from rotexp.runfolder.records import finite
 
 
 def records(report: Report) -> list[dict[str, Any]]:
-    """Return one mapping a run: its name, status, axes, figures (None where it has none), error, folder and command."""
+    """Return one mapping a run: its name, status, letter, axes, figures (None where it has none), error and so on."""
     return [
         {
             "run": run.name,
             "status": run.status,
+            "bits": letter,
             **{axis.label: axis.of(run) for axis in report.axes},
             **{figure.key: figure.value(run) for figure in report.figures},
             "error": run.error,
             "folder": path_text(run.folder),
             "command": run.command,
         }
-        for run in report.runs
+        for run, letter in zip(report.runs, report.letters, strict=True)
     ]
 
 

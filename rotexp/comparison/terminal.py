@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rotexp.comparison.bit_equal import MEANING
+from rotexp.comparison.checks import Check
 from rotexp.comparison.collect import Report, differences
 from rotexp.comparison.figures import Figure
 from rotexp.comparison.runs import Run
@@ -61,12 +63,14 @@ def natural_width(part: Table | Text) -> int:
 
 
 def parts(report: Report, *, width: int) -> Iterator[Table | Text]:
-    """Yield the summary, what did not end well, settings compared over seeds, differing configurations, notes."""
+    """Yield the summary, what did not end well, settings over seeds, differing configurations, recipes, notes."""
     yield summary_table(report, width=width)
     yield from (_remark(run) for run in report.runs if run.remark)
     yield from _over_seeds(report)
     if len(report.runs) <= MOST_COMPARED and differences(report.runs):
         yield differences_table(report.runs)
+    if report.checks:
+        yield checks_table(report.checks)
     yield from (Text(f"note: {note}", style="yellow") for note in report.notes)
 
 
@@ -99,7 +103,7 @@ def summary_table(report: Report, *, width: int) -> Table:
     left_out: list[Figure] = []
     while natural_width(table := _summary(report, shown)) > width and shown:
         left_out.insert(0, shown.pop())
-    said = []
+    said = [f"bits: {MEANING}"] if any(report.letters) else []
     if same:
         values = (f"{_title(figure)} {show_number(figure.value(report.runs[0]))}" for figure in same)
         said.append(f"the same in all: {', '.join(values)}")
@@ -110,13 +114,14 @@ def summary_table(report: Report, *, width: int) -> Table:
 
 
 def _summary(report: Report, figures: Sequence[Figure]) -> Table:
-    table = _table("runs", "run", "status", *(axis.label for axis in report.axes))
+    marked = any(report.letters)
+    table = _table("runs", "run", "status", *["bits"] * marked, *(axis.label for axis in report.axes))
     for figure in figures:
         table.add_column("\n".join(_title(figure).split(" ")), justify="right", overflow="fold")
-    for run in report.runs:
+    for run, letter in zip(report.runs, report.letters, strict=True):
         axes = (Text(axis.of(run)) for axis in report.axes)
         numbers = (show_number(figure.value(run)) for figure in figures)
-        table.add_row(Text(run.name), Text(run.status, style=_style(run)), *axes, *numbers)
+        table.add_row(Text(run.name), Text(run.status, style=_style(run)), *[letter] * marked, *axes, *numbers)
     return table
 
 
@@ -137,6 +142,19 @@ def differences_table(runs: Sequence[Run]) -> Table:
     table = _table("configuration differences", "key", *(run.name for run in runs))
     for key, values in differences(runs):
         table.add_row(Text(key), *(Text(value) for value in values))
+    return table
+
+
+def checks_table(checks: Sequence[Check]) -> Table:
+    """Return one row a recipe and run of it."""
+    table = _table("recipes", "recipe", "run")
+    for column in ("equal bits", "within tolerance", "moved"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict")
+    for check in checks:
+        counts = (str(count) for count in (check.equal, check.within, check.moved))
+        said = Text(check.verdict, style="red" if check.faults else "green")
+        table.add_row(Text(check.recipe), Text(check.run or ""), *counts, said)
     return table
 
 

@@ -10,6 +10,8 @@ from rotexp.experiment.loading import Sharded
 from rotexp.experiment.training_phase import Trained
 from rotexp.metrics.rotations import largest
 from rotexp.models.load import summarize_model
+from rotexp.runfolder.bits import rotations_digest
+from rotexp.runfolder.layout import ROTATIONS_FILE
 from rotexp.runfolder.records import write_summary
 from rotexp.sharding.guard import GuardCounts, UnshardGuard
 from rotexp.tracking.console import results_table
@@ -32,6 +34,7 @@ def _facts(context: Context, sharded: Sharded, trained: Trained) -> dict[str, An
     config, result = context.config, trained.state.result
     master, simulated = trained.state.master, config.sharding.sim_world
     rows, world_size = context.measurements.rows, context.communication.world_size
+    rotations = context.folder / ROTATIONS_FILE
     return {
         "status": "done",
         "world_size": world_size,
@@ -46,6 +49,7 @@ def _facts(context: Context, sharded: Sharded, trained: Trained) -> dict[str, An
         "time": context.phases.seconds,
         "replica": {"max_abs_diff": result.divergence.max_abs_diff},
         "rotations": result.rotations,
+        "rotations_digest": rotations_digest(rotations) if context.accelerator.is_main_process else None,
         "rotation": largest(result.rotations),
         "sync": _sync(context, sharded.guard),
         "versions": versions(),

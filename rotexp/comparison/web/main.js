@@ -89,6 +89,7 @@ function showHeader() {
 }
 
 showHeader();
+showChecks();
 makeFilters(changed);
 makeHead(changed);
 makeSpreads();

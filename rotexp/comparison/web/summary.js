@@ -1,14 +1,15 @@
-// The table of runs: sorted by a column, filtered by status and axis.
+// The table of runs: sorted by a column, filtered by status, bits and axis.
 
 const state = {
   sort: { column: "run", direction: 1 },
-  filters: new Map(), // by axis, or "status": the values to show; an empty set shows all
+  filters: new Map(), // by axis, "status" or "bits": the values to show; an empty set shows all
   search: "",
   chosen: new Set(DATA.runs.slice(0, 2)),
 };
 
-const FILTERS = ["status", ...DATA.axes];
-const textOf = (run, name) => (name === "status" ? run.status : run.axes[name]);
+const OWN = DATA.bits ? ["status", "bits"] : ["status"]; // columns of texts that are no axes
+const FILTERS = [...OWN, ...DATA.axes];
+const textOf = (run, name) => (OWN.includes(name) ? run[name] : run.axes[name]);
 
 function columnValue(run, column) {
   if (column === "run") return run.name;
@@ -55,7 +56,8 @@ function filterButton(name, value, changed) {
 }
 
 function makeHead(changed) {
-  const columns = ["run", "status", ...DATA.axes].map((key) => ({ key, text: key, below: "", meaning: "" }));
+  const meaning = (key) => (key === "bits" ? DATA.bits : "");
+  const columns = ["run", ...FILTERS].map((key) => ({ key, text: key, below: "", meaning: meaning(key) }));
   for (const column of columns) {
     const [, group, name] = column.key.match(/^(.*)\.([^.]+)$/) ?? [null, "", column.key];
     Object.assign(column, { text: name, below: group && `of ${group}` });
@@ -115,7 +117,7 @@ function showSummary(runs, choose) {
       {},
       element("th", { scope: "row", title: run.folder }, element("span", { class: "run-name" }, box, run.name)),
       element("td", {}, element("span", { class: `status ${run.status}` }, run.status), ...remark),
-      ...DATA.axes.map((name) => element("td", {}, run.axes[name])),
+      ...FILTERS.slice(1).map((name) => element("td", {}, textOf(run, name))),
       ...DATA.figures.map(({ key }) => {
         const isBest = run.status === "done" && key in best && run.figures[key] === best[key];
         return element("td", { class: isBest ? "number best" : "number" }, showNumber(run.figures[key]));
