@@ -109,7 +109,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def cases_of(world_size: int, kind: str, variant: str, root: Path) -> dict[str, list[str]]:
-    """Return the cases of a kind: a quantizer or `others`, of which one variant, a shape, or another word of the tests."""
+    """Return the cases of a kind: a quantizer or `others`, of which one variant, a shape, or what a test calls so."""
     some = SOME.get(world_size, {})
     if kind in QUANTS:
         return under(WORLDS[world_size], [f"quant={kind}", *VARIANTS[variant]])
