@@ -2,12 +2,14 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from report_runs import make_run, step_row, summary
 
+from rotexp.comparison.checks import Check
 from rotexp.comparison.collect import collect
 from rotexp.comparison.page import page as make_page
 
@@ -187,3 +189,26 @@ def test_colors_tell_settings_apart_and_lines_seeds(page: Any) -> None:
     assert styles["full-0"][0] == styles["full-1"][0] != styles["no_shard-0"][0]
     assert styles["full-0"][1] == styles["no_shard-0"][1] != styles["full-1"][1]
     assert page.locator("#notes li").count() == 0
+
+
+def test_letters_filter_and_recipes_are_shown_where_there_are_any(browser: Any, file: Path, tmp_path: Path) -> None:
+    for name, digest in (("a", "x"), ("b", "x"), ("c", "y")):
+        make_run(tmp_path / name, end=summary(rotations_digest=digest))
+    check = Check("tiny", "a", equal=3, moved=1, faults=[HOSTILE])
+    (tmp_path / "report.html").write_text(make_page(replace(collect([tmp_path], command=""), checks=[check])))
+    opened = browser.new_page()
+    opened.goto((tmp_path / "report.html").as_uri())
+    opened.locator("[data-filter='bits'] button", has_text="A").click()
+    assert names(opened) == ["a", "b"]
+    assert opened.locator("#checks tbody tr").inner_text().split("\t") == [
+        "tiny",
+        "a",
+        "3",
+        "0",
+        "1",
+        f"does not hold\n{HOSTILE}",
+    ]
+    opened.goto(file.as_uri())
+    assert not opened.locator("#recipes").is_visible()
+    assert opened.locator("[data-column='bits']").count() == 0
+    opened.close()
