@@ -12,6 +12,8 @@ import torch
 from rotexp.quant.integer_products import has_integer_units
 
 CPUINFO = Path("/proc/cpuinfo")
+NUMBERS = {"cpu family": "family", "model": "model"}
+"""What that file has beside a processor's name, and what it is called here."""
 
 
 def machine() -> dict[str, Any]:
@@ -27,7 +29,11 @@ def machine() -> dict[str, Any]:
 
 
 def processor(described: Path = CPUINFO) -> str:
-    """Return the name of the processor, as the system's file has it, or else as Python knows it."""
+    """Return the name of the processor with its family and model, as the system's file has them, or as Python knows it.
+
+    Virtual machines may call processors alike for which libraries choose other kernels.
+    """
     lines = described.read_text(encoding="utf-8", errors="replace").splitlines() if described.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    name = facts.get("model name", platform.processor() or platform.machine())
+    return ", ".join([name, *(f"{key} {facts[fact]}" for fact, key in NUMBERS.items() if fact in facts)])

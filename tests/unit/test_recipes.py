@@ -562,6 +562,8 @@ def test_a_machine_is_told_by_what_decides_bits(tmp_path: Path) -> None:
     described = tmp_path / "cpuinfo"
     described.write_text("processor : 0\nmodel name\t: A Fast One\nmodel name\t: Another\n")
     assert processor(described) == "A Fast One"
+    described.write_text("cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: A Fast One\nmodel\t: 3\n")
+    assert processor(described) == "A Fast One, family 26, model 2"
     assert processor(tmp_path / "nowhere")
 
 
