@@ -62,7 +62,7 @@ def _letters() -> Iterator[str]:
 
 
 def _promised(run: Run) -> str:
-    """Return a text that runs share to which `numerics=exact` promises the same bits, as far as they say of themselves."""
+    """Return a text that runs share to which `numerics=exact` promises the same bits, as far as they say."""
     machine = run.summary.get("machine")
     kind = {key: fact for key, fact in machine.items() if key not in SPREAD} if isinstance(machine, dict) else {}
     facts = [deciding(run.config, exact=True), run.config.get("launch.threads"), run.summary.get("versions"), kind]
