@@ -17,6 +17,9 @@ from rotexp.runfolder.layout import ROTATIONS_FILE
 
 MEANING = "runs of one letter have the same rotations, losses and held-out figures, bit for bit"
 
+SPREAD = ("cores", "threads")
+"""What a summary says of a machine that changes no bit under `numerics=exact` where no number of threads is chosen."""
+
 
 def findings(run: Run) -> str | None:
     """Return a text that runs share exactly if they found the same bits; None where one does not say what it found.
@@ -58,16 +61,23 @@ def _letters() -> Iterator[str]:
         yield from map("".join, product(ascii_uppercase, repeat=length))
 
 
+def _promised(run: Run) -> str:
+    """Return a text that runs share to which `numerics=exact` promises the same bits, as far as they say."""
+    machine = run.summary.get("machine")
+    kind = {key: fact for key, fact in machine.items() if key not in SPREAD} if isinstance(machine, dict) else {}
+    facts = [deciding(run.config, exact=True), run.config.get("launch.threads"), run.summary.get("versions"), kind]
+    return json.dumps(facts, sort_keys=True)
+
+
 def parted(runs: Sequence[Run], found: Sequence[str | None]) -> list[str]:
     """Say which runs broke the promise of `numerics=exact`: they computed the same alike, and found other bits."""
     alike: dict[str, dict[str, str]] = {}
     for run, text in zip(runs, found, strict=True):
         if text is not None and is_exact(run.config):
-            facts = [deciding(run.config, exact=True), run.summary.get("versions"), run.summary.get("machine")]
-            alike.setdefault(json.dumps(facts, sort_keys=True), {}).setdefault(text, run.name)
+            alike.setdefault(_promised(run), {}).setdefault(text, run.name)
     return [
         f"{' and '.join(names.values())} computed the same under numerics=exact, and their bits differ: "
-        f"compare their threads and machines, or else report it"
+        f"report it, unless their machines do"
         for names in alike.values()
         if len(names) > 1
     ]

@@ -94,11 +94,20 @@ def _checked(recipe: Recipe, run: Run) -> Check:
         now = recipe_of(FinishedRun(run.folder, read_config(run.folder), run.summary))
     except ValueError as error:
         return Check(recipe.name, run.name, faults=[f"run {run.name} cannot be compared: {error}"])
-    machines, versions = (recipe.made.machine, now.made.machine), (recipe.made.versions, now.made.versions)
-    here = not [*differing(*versions, VERSIONS), *differing(*machines, KIND)]
-    found = compare(recipe, now, bits_expected=here and is_exact(run.config))
+    found = compare(recipe, now, bits_expected=is_exact(run.config) and _made_alike(recipe, now, run))
     equal, within, moved = map(found.count, (Verdict.equal, Verdict.within, Verdict.differs))
     return Check(recipe.name, run.name, equal, within, moved, [f"run {run.name}: {line}" for line in _faults(found)])
+
+
+def _made_alike(recipe: Recipe, now: Recipe, run: Run) -> bool:
+    """Return whether nothing that may change bits differs: versions, kind of machine, a chosen number of threads."""
+    chosen = {} if (threads := run.config.get("launch.threads")) is None else {"threads": threads}
+    others = (
+        *differing(recipe.made.versions, now.made.versions, VERSIONS),
+        *differing(recipe.made.machine, now.made.machine, KIND),
+        *differing({"threads": recipe.made.threads}, chosen, [*chosen]),
+    )
+    return not others
 
 
 def _faults(found: Comparison) -> Iterator[str]:

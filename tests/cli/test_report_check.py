@@ -132,11 +132,12 @@ def test_equal_bits_are_expected_of_exact_runs_on_the_same_machine(runs: Path, p
     assert ended.code == 1
     assert len(ended.lines) == 2
     assert all(line.endswith("equal bits are expected here") for line in ended.lines)
-    elsewhere = replace(recipe.made, versions={**recipe.made.versions, "torch": "2.0.0"})
-    write_recipe(place / "exact.yaml", replace(recipe, made=elsewhere))
-    ended = check(place, runs)
-    assert (ended.code, ended.lines) == (0, [])
-    assert [row[2] for row in ended.rows("exact")] == ["1", "1"]
+    others = {"versions": {**recipe.made.versions, "torch": "2.0.0"}, "machine": {**recipe.made.machine, "cpu": "x"}}
+    for fact, other in {**others, "threads": 2}.items():
+        write_recipe(place / "exact.yaml", replace(recipe, made=replace(recipe.made, **{fact: other})))
+        ended = check(place, runs)
+        assert (ended.code, ended.lines) == (0, [])
+        assert [row[2] for row in ended.rows("exact")] == ["1", "1"]
 
 
 @pytest.mark.parametrize("key", ["train.steps", "the evaluation text"])

@@ -158,8 +158,11 @@ def test_numerics_is_an_axis_by_its_option(tmp_path: Path) -> None:
 
 def test_broken_promises_of_exact_numerics_are_told(tmp_path: Path) -> None:
     full = {"config": {"sharding__strategy": "full", "tracker__run_name": "x"}}
-    with_config(tmp_path / "a", **EXACT)
-    with_config(tmp_path / "b", **EXACT, **full, end=found(perplexity=NEXT))
+    with_config(tmp_path / "a", **EXACT, end=found(machine={"cpu": "x", "threads": 2}))
+    with_config(tmp_path / "b", **EXACT, **full, end=found(perplexity=NEXT, machine={"cpu": "x", "threads": 1}))
+    with_config(tmp_path / "other-machine", **EXACT, end=found(perplexity=29.0, machine={"cpu": "y", "threads": 1}))
+    chosen = found(perplexity=28.0, machine={"cpu": "x", "threads": 1})
+    with_config(tmp_path / "chosen-threads", **EXACT, launch={"threads": 1}, end=chosen)
     with_config(tmp_path / "other-seed", **EXACT, config={"seed": 1}, end=found(perplexity=31.0))
     with_config(tmp_path / "other-versions", **EXACT, end=found(perplexity=32.0, versions={"torch": "3"}))
     with_config(tmp_path / "failed", **EXACT, end=found(perplexity=33.0, status="failed"))
