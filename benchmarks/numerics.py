@@ -73,7 +73,7 @@ class Stretch:
     def train(self, mode: str, counter: CollectiveCounter | None = None) -> list[Stamp]:
         """Make the steps, and return the end of each."""
         from rotexp.training.loop import Hooks, train
-        from rotexp.training.numerics import Numerics
+        from rotexp.training.options import Numerics
 
         context, state, stamps = self.context, self.state, list[Stamp]()
 

@@ -20,10 +20,10 @@ from rotexp.rotation.options import RotationConfig
 from rotexp.sharding.options import ShardingConfig, SyncConfig
 from rotexp.sweep.options import SweepConfig
 from rotexp.tracking.options import TrackerConfig
-from rotexp.training.numerics import NumericsConfig
 from rotexp.training.options import (
     AdamWConfig,
     EMAConfig,
+    NumericsConfig,
     TopKObjectiveConfig,
     TrainConfig,
 )

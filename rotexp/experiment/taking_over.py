@@ -12,7 +12,7 @@ from rotexp.experiment.beginning import Beginning
 from rotexp.runfolder.checkpoint_folders import FACTS, read_facts
 from rotexp.runfolder.records import revived
 from rotexp.sharding.communication import Communication
-from rotexp.training.numerics import Numerics
+from rotexp.training.options import Numerics
 from rotexp.training.saved_state import load, restore_random_states
 from rotexp.training.state import TrainingState
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from rotexp.runfolder.finished_run import FinishedRun
 from rotexp.runfolder.records import read_metrics, revived
@@ -88,21 +84,3 @@ def _apart(one: float, other: float) -> float:
         return 0.0
     apart = abs(one - other)
     return math.inf if math.isnan(apart) else apart
-
-
-def rotations_digest(file: Path) -> str:
-    """Return the SHA-256 of the names, shapes and bits of a run's rotations, by name.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
-    digest = hashlib.sha256()
-    try:
-        with safe_open(file, framework="numpy") as held:
-            for name in sorted(held.keys()):
-                matrix = held.get_tensor(name)
-                digest.update(f"{name} {matrix.dtype} {list(matrix.shape)}\n".encode())
-                digest.update(matrix.tobytes())
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: cannot be read as safetensors ({error}); run the training again") from None
-    return digest.hexdigest()

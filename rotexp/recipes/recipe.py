@@ -13,7 +13,8 @@ import yaml  # type: ignore[import-untyped]
 from rotexp.errors.requirements import require
 from rotexp.files.folders import write_atomically
 from rotexp.files.reading import read_yaml
-from rotexp.recipes.figures import Value, figures_of, is_value, rotations_digest
+from rotexp.recipes.figures import Value, figures_of, is_value
+from rotexp.runfolder.bits import rotations_digest
 from rotexp.runfolder.finished_run import FinishedRun, read_finished_run
 from rotexp.runfolder.layout import SUMMARY_FILE
 

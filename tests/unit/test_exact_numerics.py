@@ -11,7 +11,7 @@ from rotexp.data.blocks import BlockSampler
 from rotexp.sharding.communication import Communication
 from rotexp.training.batches import accumulation_steps, micro_batch_size
 from rotexp.training.consolidation import InOrder
-from rotexp.training.numerics import Numerics
+from rotexp.training.options import Numerics
 
 REFUSED = {
     "train.params=all": ["train.params=all"],

@@ -26,8 +26,7 @@ from rotexp.models import rounding_noise
 from rotexp.models.rounding_noise import perturb_embedding
 from rotexp.runfolder.records import read_summary
 from rotexp.tracking.phases import PhaseError
-from rotexp.training.numerics import NumericsConfig
-from rotexp.training.options import TrainConfig
+from rotexp.training.options import NumericsConfig, TrainConfig
 from rotexp.training.teacher import load_teacher
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -29,16 +29,17 @@ from rotexp.face.run import RunError
 from rotexp.quant.integer_products import has_integer_units
 from rotexp.recipes import reproducing, request
 from rotexp.recipes.comparing import KIND, ROTATIONS, WEIGHTS, Compared, Comparison, Verdict, compare, differing
-from rotexp.recipes.figures import difference, figures_of, rotations_digest
+from rotexp.recipes.figures import difference, figures_of
 from rotexp.recipes.origin import commit
 from rotexp.recipes.recipe import FORMAT, Figure, Recipe, as_yaml, read_recipe, write_recipe
 from rotexp.recipes.request import overrides_of, to_request
 from rotexp.recipes.showing import outcome
 from rotexp.recipes.tolerances import rounded_up, with_tolerances
+from rotexp.runfolder.bits import rotations_digest
 from rotexp.runfolder.finished_run import read_finished_run
 from rotexp.tracking.machine import machine, processor
 from rotexp.tracking.summary import versions
-from rotexp.training.numerics import NumericsConfig
+from rotexp.training.options import NumericsConfig
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
