@@ -32,7 +32,7 @@ BASE_CLASS = "import torch, transformers.modeling_utils"
 HELP_LIMIT = "import hydra.main"
 """What a help text is measured against: it should take no more than four times as long."""
 
-ENTRIES = ("train", "evaluate", "export", "inspect", "report", "upload", "dashboard", "doctor")
+ENTRIES = ("train", "evaluate", "export", "inspect", "report", "reproduce", "upload", "dashboard", "doctor")
 
 SHORT = ("tracker=jsonl", "train.steps=1", "evaluation.max_windows=1")
 
