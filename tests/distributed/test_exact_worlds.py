@@ -59,6 +59,7 @@ OTHERS = {
         "train.keep_checkpoints=4",
     ],
     "kl, r4": ["objective=kl", "rotation=learned_r4"],
+    "kl_topk": ["objective=kl_topk", "objective.k=2000"],
     "scales": ["train.params=rotations_and_scales"],
     "clipped": ["optimizer.step_rule=paper", "optimizer.lr=1.5", f"train.max_grad_norm={BOUND}"],
     "momentum": ["optimizer.momentum=0.5", f"train.max_grad_norm={BOUND}"],
@@ -109,8 +110,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def cases_of(world_size: int, kind: str, variant: str, root: Path) -> dict[str, list[str]]:
-    """Return the cases of a kind: a quantizer or `others`, of which one variant, a shape, `resumed`, `uneven`, `fast`."""
-    some = SOME[world_size] if world_size in SOME else {}
+    """Return the cases of a kind: a quantizer or `others`, of which one variant, a shape, or what a test calls so."""
+    some = SOME.get(world_size, {})
     if kind in QUANTS:
         return under(WORLDS[world_size], [f"quant={kind}", *VARIANTS[variant]])
     if kind in SHAPES:
