@@ -59,6 +59,7 @@ OTHERS = {
         "train.keep_checkpoints=4",
     ],
     "kl, r4": ["objective=kl", "rotation=learned_r4"],
+    "kl_topk": ["objective=kl_topk", "objective.k=2000"],
     "scales": ["train.params=rotations_and_scales"],
     "clipped": ["optimizer.step_rule=paper", "optimizer.lr=1.5", f"train.max_grad_norm={BOUND}"],
     "momentum": ["optimizer.momentum=0.5", f"train.max_grad_norm={BOUND}"],

@@ -63,5 +63,5 @@ def _divergence(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     log_q = logits.sub_(logits.logsumexp(-1, keepdim=True))
     log_p = target.sub_(target.logsumexp(-1, keepdim=True))
     p = log_p.exp()
-    total = log_p.sub_(log_q).mul_(p).sum()
+    total = log_p.sub_(log_q).mul_(p).sum(-1).sum()  # by rows: a sum of all at once is shared out to threads
     return total, log_q.exp_().sub_(p)

@@ -49,7 +49,8 @@ def _divergence(logits: Tensor, target: Tensor, *, k: int) -> tuple[Tensor, Tens
     q = F.softmax(logits, dim=-1)
     with torch.enable_grad():
         chosen = q.gather(-1, indices).requires_grad_()
-        total = F.kl_div(_with_rest(chosen).log(), _with_rest(likely), reduction="sum")
+        divergences = F.kl_div(_with_rest(chosen).log(), _with_rest(likely), reduction="none")
+        total = divergences.sum(-1).sum()  # by rows: a sum of all at once is shared out to threads
         (slopes,) = torch.autograd.grad(total, chosen)
     weighted = slopes * chosen.detach()
     return total.detach(), q.mul_(-weighted.sum(-1, keepdim=True)).scatter_add_(-1, indices, weighted)
