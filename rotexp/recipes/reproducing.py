@@ -169,8 +169,8 @@ def spread_line(before: Made, now: Made, *, exact: bool) -> str:
     if (before.world_size, before.threads) == (now.world_size, now.threads):
         return ""
     said = "changes no bit under numerics=exact" if exact else "changes rounding, which training amplifies"
-    spreads = [f"{made.world_size} ranks of {made.threads} threads" for made in (before, now)]
-    return f"made on {spreads[0]}, now on {spreads[1]}: that {said}"
+    spreads = [f"{made.world_size} x {made.threads}" for made in (before, now)]
+    return f"ranks x threads were {spreads[0]}, and are {spreads[1]}: that {said}"
 
 
 def _check_process() -> None:

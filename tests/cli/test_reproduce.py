@@ -76,7 +76,7 @@ def test_a_run_made_again_in_another_world_has_equal_bits_and_a_moved_one_is_fou
         "not reproduced: equal bits are expected here (numerics=exact), and "
         f"{len(found) - 1} of {len(found)} figures have equal bits"
     )
-    assert "made on 1 ranks of 1 threads, now on 2 ranks of 1 threads: that changes no bit" in ended.output
+    assert "ranks x threads were 1 x 1, and are 2 x 1: that changes no bit" in ended.output
     again = read_recipe(tmp_path / "again")
     recipe = read_recipe(exact.folder)
     assert again.values == recipe.values

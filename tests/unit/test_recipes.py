@@ -387,14 +387,14 @@ def test_how_a_run_is_spread_may_be_given_and_is_said(
     (asked,) = runs.asked
     assert (asked.sharding, asked.launch.nproc) == (rotexp.load_config(["sharding=full"]).sharding, 2)
     threads = machine()["threads"]
-    spreads = f"made on 1 ranks of {threads} threads, now on 2 ranks of {threads} threads"
+    spreads = f"ranks x threads were 1 x {threads}, and are 2 x {threads}"
     assert f"{spreads}: that changes no bit under numerics=exact\n" in capsys.readouterr().out
     given = [f"launch.threads={threads + 1}", "hydra.run.dir=threads"]
     runs.find = lambda _config: rows_with(1.0, of=folder) | {"machine": machine() | {"threads": threads + 1}}
     assert reproducing.reproduce(folder, given) == 1
     output = capsys.readouterr().out
     assert "│ threads " in output, "a given number is no proven one"
-    assert f"now on 1 ranks of {threads + 1} threads: that changes rounding, which training amplifies\n" in output
+    assert f"and are 1 x {threads + 1}: that changes rounding, which training amplifies\n" in output
     assert "no tolerance was measured" in output
 
 
