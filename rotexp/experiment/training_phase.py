@@ -20,6 +20,7 @@ from rotexp.rotation.trainable import start_scales
 from rotexp.runfolder.records import finite
 from rotexp.tracking.console import profile_table
 from rotexp.tracking.summary import versions
+from rotexp.training.batches import accumulation_steps
 from rotexp.training.coordinator import Coordinator
 from rotexp.training.loop import Hooks, train
 from rotexp.training.optimizers import Optimizers
@@ -54,6 +55,7 @@ def train_model(context: Context, model: RotatedModel, sharded: Sharded) -> Trai
         state.conclude(Coordinator(model.network, context.communication).divergence())
         return Trained(state)
     _warn_of_clipping(context, state.optimizers)
+    _tell_of_micro_batches(context)
     if build(config.objective).distills:
         context.measurements.load_teacher()
     for note in context.taken_over.load(state, base=sharded.weights, communication=context.communication):
@@ -92,6 +94,17 @@ def _warn_of_clipping(context: Context, optimizers: Optimizers) -> None:
         context.messages.warn(
             f"train.max_grad_norm={train.max_grad_norm} changes nothing: a step of optimizer={optimizer.name} "
             "under these options is as long for any gradient; optimizer.lr sets its length"
+        )
+
+
+def _tell_of_micro_batches(context: Context) -> None:
+    """Say that micro-batches are small only for the sake of worlds in which a rank would have a smaller share."""
+    config, world_size = context.config, context.communication.world_size
+    parts = accumulation_steps(config, world_size=world_size)
+    if config.numerics.exact and config.train.micro_batch_size is None and parts > 1:
+        context.messages.say(
+            f"numerics=exact: a rank takes its {parts} blocks one by one, as any world can; "
+            f"train.micro_batch_size=N, the same wherever bits are compared, is faster"
         )
 
 

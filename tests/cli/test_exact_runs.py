@@ -57,6 +57,7 @@ def alone(exact: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callabl
         run = run_train(tmp_path_factory.mktemp("alone") / "run", *exact, f"quant={quant}")
         assert (run.code, run.errors, run.summary["world_size"]) == (0, "", 1)
         assert checkpoints(run.folder) == KEPT
+        assert "a rank takes its 4 blocks one by one" in run.output
         return made(run.folder)
 
     return found

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import rotexp
+from rotexp.config.targets import build
 from rotexp.data.blocks import BlockSampler
+from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.communication import Communication
 from rotexp.training.batches import accumulation_steps, micro_batch_size
 from rotexp.training.consolidation import InOrder
 from rotexp.training.options import Numerics
+from rotexp.training.threads import check_threads
 
 REFUSED = {
     "train.params=all": ["train.params=all"],
@@ -113,3 +119,51 @@ def test_gradients_of_micro_batches_are_added_as_a_tree_and_averaged() -> None:
 def tree(terms: list[Tensor]) -> Tensor:
     """Return ((0 + 1) + (2 + 3)) + (4 + 5)."""
     return ((terms[0] + terms[1]) + (terms[2] + terms[3])) + (terms[4] + terms[5])
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def proof(model: RotatedModel, objective: Any) -> None:
+    token_ids = torch.randint(0, 61, (1, 16), generator=torch.Generator().manual_seed(0))
+    check_threads(model, objective, token_ids, teacher=None, communication=Communication())
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("spoiled", [None, "loss", "gradient"])
+def test_a_micro_batch_that_depends_on_threads_is_refused(
+    llama: Callable[..., Any], rotated: Callable[..., RotatedModel], spoiled: str | None
+) -> None:
+    config = rotexp.load_config()
+    model = rotated(llama(), config.rotation, config.quant)
+    objective = build(config.objective)
+
+    def by_threads(*given: Any, **named: Any) -> Tensor:
+        loss: Tensor = objective(*given, **named)
+        part = loss if spoiled == "gradient" else loss.detach()
+        bit = torch.finfo(loss.dtype).eps * (torch.get_num_threads() - 1)
+        return loss + (bit * part if spoiled == "loss" else bit * (part - part.detach())) if spoiled else loss
+
+    if spoiled is None:
+        proof(model, by_threads)
+    else:
+        with pytest.raises(
+            ValueError, match=r"^launch.threads=null: must be a number under numerics=exact .* 2 threads"
+        ):
+            proof(model, by_threads)
+    assert torch.get_num_threads() == 2
+    assert all(parameter.grad is None for parameter in model.network.parameters())
+
+
+def test_one_thread_needs_no_proof(llama: Callable[..., Any], rotated: Callable[..., RotatedModel]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        proof(rotated(llama()), None)
+    finally:
+        torch.set_num_threads(before)
