@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,10 @@ from benchmarks.operations import OUTSIDE, time_operations
 from benchmarks.optimizer import draw_rotations
 from benchmarks.variants import LEARNING_RATE, LIMIT, Workload, load_network, make_steps
 from rotexp.optim.cayley_sgd import CayleySGD
+from rotexp.rotation.own_rows import weight
 
 STEP, UNSHARDED, PLAIN, OPTIMIZER, WIRE = "step", "unsharded", "plain", "optimizer", "wire"
+FEW, PLAIN_FEW, DECODING = "few tokens", "plain few tokens", "decoding"
 COPIES = "fsdp"
 """The namespace of FSDP2's operations that copy shards into what is gathered, and the gathered into parameters."""
 
@@ -118,6 +121,27 @@ def record(step: Callable[[], None]) -> Callable[[], None]:
     return move
 
 
+def record_decoding(step: Callable[[], None]) -> Callable[[], None]:
+    """Make a step, and return a function that decodes once more what this rank has gathered of divided weights."""
+    calls: list[tuple[tuple[Any, ...], Any]] = []
+    decode = weight.decode_into
+
+    def keep(*tensors: Tensor, quantizer: Any) -> None:
+        calls.append((tree_map(_shape, tensors), quantizer))
+        decode(*tensors, quantizer=quantizer)
+
+    with mock.patch.object(weight, "decode_into", keep):
+        step()
+    memory: dict[torch.dtype, Tensor] = {}
+
+    @torch.no_grad()
+    def decode_again() -> None:
+        for (target, *gathered), quantizer in calls:
+            decode(target.new(), *(_tensor(shape, memory) for shape in gathered), quantizer=quantizer)
+
+    return decode_again
+
+
 def processor_seconds(run: Callable[[], object]) -> float:
     """Return the processor time of one call on every rank, all their threads' added up, waiting not in it."""
     dist.barrier()
@@ -148,18 +172,22 @@ def account(
 
     Returns:
         `seconds` of all ranks by part, round by round: the step; the same step of an unsharded model, every rank on its
-        share; the plain forward and backward of that model; the optimizer's step; the bytes moved. `flops` of all
-        ranks, of the first three; `bytes` by collective, as the last part moves them; `outside`, the
-        processor seconds of all ranks that are in no operation, of the first two; `waiting`.
+        share; the plain forward and backward of that model; both on two tokens, where little but work on weights is
+        left; the optimizer's step; decoding what was gathered; the bytes moved. `flops` of all ranks, of the steps;
+        `bytes` by collective, as the last part moves them; `outside`, the processor seconds of all ranks that are in no
+        operation, of the first two; `waiting`.
     """
     network = load_network(workload)
     alone, _ = make_steps([LIMIT, variant], network, token_ids)
+    few, _ = make_steps([LIMIT, variant], network, token_ids[:1, :2])
     parts: dict[str, Callable[[], object]] = {STEP: step, UNSHARDED: alone[variant], PLAIN: alone[LIMIT]}
+    parts |= {FEW: few[variant], PLAIN_FEW: few[LIMIT]}
     counted = {name: _sum(flops.count_flops(run)) for name, run in parts.items()}
     if variant != LIMIT:
         parts[OPTIMIZER] = _optimizer_step(network)
     if dist.get_world_size() > 1:
         parts[WIRE] = record(step)
+        parts[DECODING] = record_decoding(step)
     with CollectiveCounter() as moved:
         for name in parts.keys() - counted.keys():  # the others ran when they were counted: what is kept is warm
             parts[name]()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
-from benchmarks.accounts import OPTIMIZER, PLAIN, STEP, UNSHARDED, WIRE
+from benchmarks.accounts import DECODING, FEW, OPTIMIZER, PLAIN, PLAIN_FEW, STEP, UNSHARDED, WIRE
 from benchmarks.ranks import RankRequest, run_world
 from benchmarks.timing import Spread, interleave, paired_ratios
 from benchmarks.variants import LIMIT, QUANTIZERS, WHOLE
@@ -23,8 +23,10 @@ EXPLAINED = 0.9
 
 PARTS = {
     "plain": "plain model in shares, on shared cores",
+    "quantizing": "work on activations, on shared cores",
     "repeated": "repeated work on weights",
     "rotating": "work on weights, on shared cores",
+    "decoding": "decoding gathered weights",
     "optimizer": "optimizer",
     "wire": "moving bytes",
     "hooks": "outside of operations",
@@ -90,19 +92,22 @@ def explain(alone: Account, shared: Account) -> dict[str, Any]:
 
     Returns:
         `parts`: what the plain model's products take more in as many processes as there are ranks, at once, each on its
-        share of the batch; operations on weights that ranks repeat, at what one rank takes for them; what all ranks'
-        operations on weights take more than they would there; the optimizer's steps; the bytes; what is in no
-        operation, such as FSDP2's hooks, beyond that of an unsharded step. `explained`, the share of the extra seconds
-        that they add up to.
+        share of the batch; what rotating and quantizing activations takes more so; operations on weights that ranks
+        repeat, at what one rank takes for them; what all ranks' operations on weights take more than they would there;
+        decoding what was gathered; the optimizer's steps; the bytes; what is in no operation, such as FSDP2's hooks,
+        beyond that of an unsharded step. `explained`, the share of the extra seconds that they add up to.
     """
     one, many = alone["seconds"], shared["seconds"]
     extra = many[STEP] - one[STEP]
-    once, here = _rotating_seconds_per_flop(alone), _rotating_seconds_per_flop(shared)
-    done, needed = (found["flops"][STEP] - found["flops"][PLAIN] for found in (shared, alone))
+    needed = _weights(alone["flops"])
+    done = shared["flops"][STEP] - (alone["flops"][UNSHARDED] - needed)  # activations take as many, however shared out
+    once, here = (_seconds_per_flop(account) for account in (alone, shared))
     parts = {
         "plain": many[PLAIN] - one[PLAIN],
+        "quantizing": _activations(many) - _activations(one),
         "repeated": once * (done - needed),
         "rotating": (here - once) * done,
+        "decoding": many[DECODING],
         "optimizer": many.get(OPTIMIZER, 0.0) - one.get(OPTIMIZER, 0.0),
         "wire": many[WIRE],
         "hooks": shared["outside"][STEP] - shared["outside"][UNSHARDED],
@@ -111,13 +116,23 @@ def explain(alone: Account, shared: Account) -> dict[str, Any]:
     return {**found, "extra": extra, "parts": parts, "explained": sum(parts.values()) / extra}
 
 
-def _rotating_seconds_per_flop(account: Account) -> float:
-    """Return what rotating and quantizing costs for each of its operations, in a step of an unsharded model."""
-    seconds, flops = account["seconds"], account["flops"]
-    if flops[UNSHARDED] == flops[PLAIN]:
-        return 0.0
-    more = seconds[UNSHARDED] - seconds[PLAIN] - seconds[OPTIMIZER]
-    return float(more / (flops[UNSHARDED] - flops[PLAIN]))
+def _weights(steps: dict[str, float]) -> float:
+    """Return what is left of steps on two tokens beyond plain ones: rotating and quantizing weights."""
+    return steps[FEW] - steps[PLAIN_FEW]
+
+
+def _rotating_seconds(seconds: dict[str, float]) -> float:
+    return _weights(seconds) - seconds.get(OPTIMIZER, 0.0)
+
+
+def _activations(seconds: dict[str, float]) -> float:
+    return seconds[UNSHARDED] - seconds[PLAIN] - seconds.get(OPTIMIZER, 0.0) - _rotating_seconds(seconds)
+
+
+def _seconds_per_flop(account: Account) -> float:
+    """Return what rotating and quantizing weights costs for each of its operations, in an unsharded step."""
+    operations = _weights(account["flops"])
+    return _rotating_seconds(account["seconds"]) / operations if operations else 0.0
 
 
 def table(rows: Sequence[dict[str, Any]]) -> facts.Table:
