@@ -26,6 +26,7 @@ from benchmarks.operations import OUTSIDE, time_operations
 from benchmarks.optimizer import draw_rotations
 from benchmarks.variants import LEARNING_RATE, LIMIT, Workload, load_network, make_steps
 from rotexp.optim.cayley_sgd import CayleySGD
+from rotexp.quant.encoded import decode_into
 from rotexp.rotation.own_rows import weight
 
 STEP, UNSHARDED, PLAIN, OPTIMIZER, WIRE = "step", "unsharded", "plain", "optimizer", "wire"
@@ -124,11 +125,10 @@ def record(step: Callable[[], None]) -> Callable[[], None]:
 def record_decoding(step: Callable[[], None]) -> Callable[[], None]:
     """Make a step, and return a function that decodes once more what this rank has gathered of divided weights."""
     calls: list[tuple[tuple[Any, ...], Any]] = []
-    decode = weight.decode_into
 
     def keep(*tensors: Tensor, quantizer: Any) -> None:
         calls.append((tree_map(_shape, tensors), quantizer))
-        decode(*tensors, quantizer=quantizer)
+        decode_into(*tensors, quantizer=quantizer)
 
     with mock.patch.object(weight, "decode_into", keep):
         step()
@@ -137,7 +137,7 @@ def record_decoding(step: Callable[[], None]) -> Callable[[], None]:
     @torch.no_grad()
     def decode_again() -> None:
         for (target, *gathered), quantizer in calls:
-            decode(target.new(), *(_tensor(shape, memory) for shape in gathered), quantizer=quantizer)
+            decode_into(target.new(), *(_tensor(shape, memory) for shape in gathered), quantizer=quantizer)
 
     return decode_again
 

@@ -11,7 +11,7 @@ def account(seconds: dict[str, float], flops: dict[str, float]) -> sharding.Acco
 
 
 def test_extra_processor_time_is_split_into_parts() -> None:
-    # One rank: 10 s of the plain model, 5 s and 40 operations on activations, 100 on weights at 0.2 s, 1 s of optimizer.
+    # One rank: 10 s of the plain model, 5 s and 40 operations on activations, 100 on weights at 0.2 s, 1 s of steps.
     alone = account(
         {STEP: 36.0, UNSHARDED: 36.0, PLAIN: 10.0, FEW: 23.0, PLAIN_FEW: 2.0, OPTIMIZER: 1.0},
         {STEP: 190.0, UNSHARDED: 190.0, PLAIN: 50.0, FEW: 102.0, PLAIN_FEW: 2.0},
