@@ -85,8 +85,8 @@ RESUMED = {
 }
 """By the size of their world: how they are sharded, and the size of the world that left the checkpoint."""
 
-SHAPES = ("random_llama", "opt", "mixtral")
-"""Whose widths are no powers of two; one is learned by biases, and one chooses experts."""
+SHAPES = ("random_llama", "opt")
+"""Whose widths are no powers of two; one has biases. Experts depend on threads, of which ranks have unequal numbers."""
 
 Runs = Callable[..., dict[str, list[Made]]]
 
