@@ -63,7 +63,7 @@ class TrainConfig:
     Attributes:
         steps: optimizer steps.
         params: what is trained.
-        micro_batch_size: in blocks a rank (None: all of its share of the global batch).
+        micro_batch_size: in blocks a rank (None: all of its share of the global batch, or under `numerics=exact` one).
         lr_schedule: how the learning rate falls from its peak.
         warmup_steps: over which it rises to that peak.
         log_every: steps between two rows of `metrics.jsonl`.
