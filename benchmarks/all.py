@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts, page
+from rotexp.recipes.origin import CHANGED
 
 TINY_RUN = "model=random_llama data.sequence_length=16 evaluation.window=16 evaluation.max_windows=1"
 
@@ -177,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="smallest sizes, of changed files too: for tests")
     options = parser.parse_args(arguments)
     commit = facts.commit()
-    if commit is None or (commit.endswith(facts.CHANGED) and not options.quick):
+    if commit is None or (commit.endswith(CHANGED) and not options.quick):
         parser.error(f"figures must be of a commit, and this is {commit or 'no repository'}: commit the changes first")
     if options.quick and options.page == page.PAGE:
         parser.error("--quick: its figures say nothing; choose another --page for them")

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,10 +15,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rotexp.process.processor import processor
+from rotexp.recipes.origin import commit_of
+
 PACKAGES = ("rotexp", "torch", "transformers", "accelerate", "hydra-core", "geoopt", "brevitas")
 NOT_INSTALLED = "not installed"
 ROOT = Path(__file__).parents[1]
-CHANGED = "-changed"
 MADE = ("benchmarks/README.md",)
 """Files that figures are written into, and whose changes therefore change no figure."""
 
@@ -67,7 +68,7 @@ def installed_version(package: str) -> str:
 
 def machine() -> dict[str, Any]:
     """Return the processor, its cores, the memory in GiB, the load at both ends, torch's threads, the accelerators."""
-    facts: dict[str, Any] = {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()}
+    facts: dict[str, Any] = {"system": platform.platform(), "processor": processor(), "cores": os.cpu_count()}
     if hasattr(os, "sysconf"):
         facts["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     facts |= {"load_average_at_start": LOAD_AT_START, "load_average": load_average()}
@@ -75,13 +76,6 @@ def machine() -> dict[str, Any]:
         facts["threads"] = torch.get_num_threads()
         facts["accelerators"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return facts
-
-
-def _processor() -> str:
-    description = Path("/proc/cpuinfo")
-    lines = description.read_text().splitlines() if description.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def command() -> str:
@@ -118,18 +112,7 @@ def environment() -> dict[str, Any]:
 
 def commit() -> str | None:
     """Return the commit of the working tree, with `CHANGED` behind it if files differ; None outside of a repository."""
-    try:
-        name = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--", ".", *(f":!{file}" for file in MADE))
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return name + (CHANGED if changed else "")
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", *arguments], check=True, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ).stdout.strip()
+    return commit_of(ROOT, deciding=(".", *(f":!{file}" for file in MADE)))
 
 
 def write_json(path: Path, content: Any) -> None:

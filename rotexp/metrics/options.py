@@ -19,7 +19,8 @@ class EvaluationConfig:
         window: in tokens.
         max_windows: None for every one the text holds.
         micro_batch_size: windows a forward; figures differ by rounding (None: as many as have 256 tokens on a CPU, 8192
-            on an accelerator if they fit, but an eighth of the windows, and a rank's share of them, at most).
+            on an accelerator if they fit, but an eighth of the windows, and a rank's share of them, at most; under
+            `numerics=exact` as on a CPU, whatever the ranks).
         share_rows: whether figures of the untrained model are taken over from another run of the same sweep that has
             measured the very same, which is known by a digest; `rotexp.evaluate` shares nothing.
         every: steps between two measurements of what is trained, by whose loss the best is then chosen, before the

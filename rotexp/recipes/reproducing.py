@@ -15,7 +15,7 @@ from rotexp.process.imports import uncollected
 from rotexp.process.outer import adopt
 from rotexp.process.saying import say
 from rotexp.recipes.comparing import KIND, VERSIONS, compare, differing
-from rotexp.recipes.origin import commit
+from rotexp.recipes.origin import commit_of
 from rotexp.recipes.recipe import NOISE, Made, Recipe, read_recipe, recipe_of, write_recipe
 from rotexp.recipes.request import Request, overrides_of, to_request
 from rotexp.recipes.showing import show_comparison, show_differing
@@ -88,7 +88,7 @@ def write(place: Path, target: Path, given: Sequence[str], *, noise: int, about:
         about=about,
         overrides=tuple(overrides),
         needs=tuple(needs),
-        made=replace(recipe.made, commit=commit()),
+        made=replace(recipe.made, commit=commit_of()),
         model=model,
         noise={"seeds": noise, "of": NOISE} if noise else {},
         figures=with_tolerances(recipe.figures, [other.values for other in others]),

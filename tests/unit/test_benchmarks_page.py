@@ -19,6 +19,7 @@ WRITES = """
 import sys
 from pathlib import Path
 from benchmarks import facts
+from rotexp.recipes.origin import CHANGED
 with open("{calls}", "a") as calls:
     calls.write("called\\n")
 facts.report(Path(sys.argv[2]), [facts.make_table("A table", ("column",), [["a figure"]])], {{}})
@@ -94,7 +95,7 @@ def test_every_section_of_the_page_is_of_a_program() -> None:
 
 
 def test_figures_are_of_a_commit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(facts, "commit", lambda: f"0123456789ab{facts.CHANGED}")
+    monkeypatch.setattr(facts, "commit", lambda: f"0123456789ab{CHANGED}")
     for arguments, said in (([], "commit the changes first"), (["--quick"], "another --page")):
         with pytest.raises(SystemExit, match="2"):
             everything.main(arguments)

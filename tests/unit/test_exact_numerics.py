@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 import rotexp
 from rotexp.config.targets import build
 from rotexp.data.blocks import BlockSampler
+from rotexp.experiment import measurements as measuring
+from rotexp.experiment.measurements import Measurements
 from rotexp.rotation.model import RotatedModel
 from rotexp.sharding.communication import Communication
 from rotexp.training.batches import accumulation_steps, micro_batch_size
@@ -167,3 +171,32 @@ def test_one_thread_needs_no_proof(llama: Callable[..., Any], rotated: Callable[
         proof(rotated(llama()), None)
     finally:
         torch.set_num_threads(before)
+
+
+def measurements(*overrides: str, said: list[str]) -> Measurements:
+    """Return those of rank 0 of 16 on 64 windows of 32 tokens."""
+    ranks: Any = SimpleNamespace(rank=0, world_size=16, reduce_=lambda number, _operation="sum": number)
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=16))
+    inputs: Any = SimpleNamespace(evaluation=np.zeros((64, 32), dtype=np.int64), checkpoint=model, protocol={})
+    common: dict[str, Any] = {"communication": ranks, "device": torch.device("cpu"), "ranks_per_node": None}
+    return Measurements(rotexp.load_config([*overrides]), inputs, **common, known={}, say=said.append)
+
+
+def test_windows_are_grouped_alike_in_worlds_of_any_size() -> None:
+    assert measurements("numerics=exact", said=[]).batch == 256 // 32
+    assert measurements(said=[]).batch == 64 // 16
+    assert measurements("numerics=exact", "evaluation.micro_batch_size=3", said=[]).batch == 3
+
+
+def test_answers_that_do_not_fit_are_refused_since_how_they_are_made_would_decide_bits(
+    llama: Callable[..., Any], rotated: Callable[..., RotatedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "available_bytes", lambda: 1)
+    model, said = rotated(llama()), list[str]()
+    with pytest.raises(
+        ValueError, match=r"^numerics=exact: must be fast where .* GiB free; lower evaluation.max_windows"
+    ):
+        measurements("numerics=exact", said=said)._answers(model)
+    assert said == []
+    assert not measurements(said=said)._answers(model).kept
+    assert "runs anew for every row" in said[0]

@@ -26,18 +26,19 @@ from rotexp.config.schema import Config
 from rotexp.data.corpora import text_digest
 from rotexp.experiment.inputs import read_corpus
 from rotexp.face.run import RunError
+from rotexp.process.processor import processor
 from rotexp.quant.integer_products import has_integer_units
 from rotexp.recipes import reproducing, request
 from rotexp.recipes.comparing import KIND, ROTATIONS, WEIGHTS, Compared, Comparison, Verdict, compare, differing
 from rotexp.recipes.figures import difference, figures_of
-from rotexp.recipes.origin import commit
+from rotexp.recipes.origin import commit_of
 from rotexp.recipes.recipe import FORMAT, Figure, Recipe, as_yaml, read_recipe, write_recipe
 from rotexp.recipes.request import overrides_of, to_request
 from rotexp.recipes.showing import outcome
 from rotexp.recipes.tolerances import rounded_up, with_tolerances
 from rotexp.runfolder.bits import rotations_digest
 from rotexp.runfolder.finished_run import read_finished_run
-from rotexp.tracking.machine import machine, processor
+from rotexp.tracking.machine import machine
 from rotexp.tracking.summary import versions
 from rotexp.training.options import NumericsConfig
 
@@ -481,7 +482,7 @@ def test_a_finished_run_is_written_with_tolerances_over_runs_under_noise(
     assert recipe.figures[TRAINED] == Figure(1 / 3, 0.06)
     assert recipe.figures["train.losses"] == Figure(LOSSES, 3.6e-5)
     assert recipe.figures["evaluation.float.kl"] == Figure(0.0, 0.0)
-    assert recipe.made.commit == commit()
+    assert recipe.made.commit == commit_of()
     assert reproducing.write(folder, target, [], noise=0) == 0
     assert (read_recipe(target).about, read_recipe(target).measured) == ("Why.", False)
 
@@ -546,10 +547,10 @@ def test_differences_are_those_of_the_worst_step() -> None:
 
 
 def test_a_commit_is_that_of_the_checkout(tmp_path: Path) -> None:
-    assert commit(tmp_path) is None
+    assert commit_of(tmp_path) is None
     (tmp_path / ".git").mkdir()
-    assert commit(tmp_path) is None
-    found = commit()
+    assert commit_of(tmp_path) is None
+    found = commit_of()
     if (ROOT / ".git").exists():
         head = ["git", "rev-parse", "--short=12", "HEAD"]
         name = subprocess.run(head, check=True, capture_output=True, text=True, cwd=ROOT).stdout.strip()
