@@ -13,13 +13,13 @@ import pytest
 from benchmarks import all as everything
 from benchmarks import facts, page
 from benchmarks.all import PROGRAMS, ChangedError, Program
+from rotexp.recipes.origin import CHANGED
 
 STALE = "<!-- figures of fake -->\n\n| a table of an older commit |\n\n<!-- end of figures -->"
 WRITES = """
 import sys
 from pathlib import Path
 from benchmarks import facts
-from rotexp.recipes.origin import CHANGED
 with open("{calls}", "a") as calls:
     calls.write("called\\n")
 facts.report(Path(sys.argv[2]), [facts.make_table("A table", ("column",), [["a figure"]])], {{}})
